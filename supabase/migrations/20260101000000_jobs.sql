@@ -1,0 +1,164 @@
+-- Jobs: the tables that everything else stands on.
+--
+-- A job is one row from the moment it is enqueued until it is purged. Its state is its status and nothing else:
+--
+--   pending ──claim──▶ running ──complete──▶ succeeded
+--      ▲                  │
+--      └──fail, release───┴──fail on the last attempt, or permanently──▶ dead
+--
+-- Invariants
+--   * Each change of state is one SQL function. Workers hold no state that the tables lack.
+--   * A claim gives a lease: until lease_expires_at the job belongs to whoever knows its lease_token. The token rises at
+--     every claim and every settling and never falls, so a stale worker's token matches nothing.
+--   * An attempt is counted when it is claimed, not when it ends. A worker that dies takes its attempt with it.
+--   * running ⇔ there is a lease; succeeded, dead or cancelled ⇔ there is a finished_at. Checks hold both.
+--   * Time is the database's: clock_timestamp(), never now(), which stands still in a long transaction.
+--
+-- Errors raised by the functions of this template, in every file:
+--   22023  an argument is not usable; the message names it
+--   55000  dispatch is not set up; the hint says what to do
+--
+-- Only service_role may read or call any of it. Functions are executable by PUBLIC from birth and default privileges
+-- differ from project to project, so every file revokes first and then grants by name.
+
+create schema private;
+revoke all on schema private from public, anon, authenticated;
+grant usage on schema private to service_role;
+comment on schema private is 'Parts of the job queue that are not for callers. REST does not expose it.';
+
+create table public.jobs (
+  -- A version 7 UUID (RFC 9562, section 5.7) whose 12 bits after the milliseconds are their fraction, so that ids rise
+  -- within a batch. An expression and not a function: whoever inserts would need the right to execute it.
+  id uuid primary key default (
+    left(
+      overlay('0' || to_hex((date_part('epoch', clock_timestamp()) * 65536000)::bigint) placing '7' from 13 for 0),
+      16
+    ) || substr(gen_random_uuid()::text, 20)
+  )::uuid,
+  kind text not null check (kind ~ '^[a-z][a-z0-9_]{0,62}$'),
+  payload jsonb not null default '{}',
+  status text not null default 'pending' check (status in ('pending', 'running', 'succeeded', 'dead', 'cancelled')),
+  priority int not null default 0 check (priority between -100 and 100),
+  attempts int not null default 0 check (attempts >= 0),
+  max_attempts int check (max_attempts between 1 and 1000),
+  available_at timestamptz not null default clock_timestamp(),
+  locked_at timestamptz,
+  locked_by text,
+  lease_expires_at timestamptz,
+  lease_token int not null default 0,
+  context jsonb,
+  progress jsonb,
+  result jsonb,
+  last_error text,
+  created_at timestamptz not null default clock_timestamp(),
+  updated_at timestamptz not null default clock_timestamp(),
+  finished_at timestamptz,
+  constraint jobs_running_has_lease check ((status = 'running') = (lease_expires_at is not null)),
+  constraint jobs_finished_has_time check ((status in ('succeeded', 'dead', 'cancelled')) = (finished_at is not null))
+) with (
+  -- Every job is updated twice and its old versions are garbage at once: half a page is left for the new ones, and vacuum
+  -- starts after a fixed count, not after a fifth of a table that may hold a million finished jobs.
+  fillfactor = 50,
+  autovacuum_vacuum_scale_factor = 0,
+  autovacuum_vacuum_threshold = 2000,
+  autovacuum_analyze_scale_factor = 0,
+  autovacuum_analyze_threshold = 10000,
+  autovacuum_vacuum_cost_delay = 0
+);
+
+comment on table public.jobs is 'One row per job. Waiting for its retry: pending and attempts > 0, with last_error.';
+comment on column public.jobs.kind is 'Names the handler.';
+comment on column public.jobs.priority is '-100 to 100; higher first within a kind.';
+comment on column public.jobs.attempts is 'Counted at claim, so it includes the attempt that runs now.';
+comment on column public.jobs.max_attempts is 'Null: as its kind says in job_kinds, else 5.';
+comment on column public.jobs.available_at is 'Not claimed before this time.';
+comment on column public.jobs.locked_at is 'When the last attempt was claimed; kept when it ends.';
+comment on column public.jobs.locked_by is 'The worker of the last attempt; kept when it ends.';
+comment on column public.jobs.lease_expires_at is 'Null unless running. After this time the job is rescued.';
+comment on column public.jobs.lease_token is 'Names one claim. Rises at every claim and settling.';
+comment on column public.jobs.context is 'Who asked for the job, as the enqueuer recorded it.';
+comment on column public.jobs.result is 'What the handler returned.';
+comment on column public.jobs.last_error is 'What the last failed attempt threw; kept when a later attempt succeeds.';
+
+-- The order of the claim. It ends in id, or equal timestamps would be sorted at every claim.
+create index jobs_ready on public.jobs (kind, priority desc, available_at, id) where status = 'pending';
+
+-- Which leases have run out.
+create index jobs_leases on public.jobs (lease_expires_at) where status = 'running';
+
+create table public.job_failures (
+  job_id uuid not null references public.jobs on delete cascade,
+  kind text not null,
+  attempt int not null,
+  lease_token int not null,
+  worker text,
+  error text not null,
+  failed_at timestamptz not null default clock_timestamp(),
+  retry_at timestamptz,
+  primary key (job_id, lease_token)
+);
+comment on table public.job_failures is 'One row per failed attempt. retry_at is null when the job died of it.';
+
+create table public.job_kinds (
+  kind text primary key check (kind ~ '^[a-z][a-z0-9_]{0,62}$'),
+  max_attempts int check (max_attempts between 1 and 1000),
+  timeout_ms int check (timeout_ms between 1 and 86400000),
+  backoff_base interval check (backoff_base between interval '0' and interval '1 day'),
+  backoff_factor double precision check (backoff_factor between 1 and 10),
+  backoff_cap interval check (backoff_cap between interval '0' and interval '30 days'),
+  backoff_jitter double precision check (backoff_jitter between 0 and 1),
+  declared jsonb not null default '{}'
+);
+comment on table public.job_kinds is
+  'Settings per kind, one optional row each. Null: 5 attempts, 45000 ms, 30 s, 2, 1 h, 0.2. Change a value and it holds from the next attempt on.';
+comment on column public.job_kinds.timeout_ms is 'How long one attempt may run.';
+comment on column public.job_kinds.backoff_base is
+  'After attempt n the wait is base × factor^n, at most cap, drawn evenly from the last jitter (0.2: the last 20 %) below that.';
+comment on column public.job_kinds.declared is
+  'What the deployed code last declared. A value that differs from it was set by an operator and stays.';
+
+alter table public.jobs enable row level security;
+alter table public.job_failures enable row level security;
+alter table public.job_kinds enable row level security;
+revoke all on public.jobs, public.job_failures, public.job_kinds from public, anon, authenticated;
+grant select, insert, update, delete on public.jobs, public.job_failures, public.job_kinds to service_role;
+
+-- Writes what the code declares about its kinds and gives back what holds for each: the operator's value where there is
+-- one, else the declared one, else the default. Called by a worker when it starts, with
+-- [{"kind": "send_email", "max_attempts": 8, "timeout_ms": 10000, "backoff_base": "30 s", …}].
+create function public.declare_job_kinds(declarations jsonb)
+returns table (kind text, max_attempts int, timeout_ms int)
+language plpgsql
+set search_path = ''
+as $$
+#variable_conflict use_column
+begin
+  insert into public.job_kinds as k
+    (kind, max_attempts, timeout_ms, backoff_base, backoff_factor, backoff_cap, backoff_jitter, declared)
+  select d.kind, d.max_attempts, d.timeout_ms, d.backoff_base, d.backoff_factor, d.backoff_cap, d.backoff_jitter,
+    to_jsonb(d) - 'kind' - 'declared'
+  from jsonb_array_elements(declarations) e
+  cross join lateral jsonb_populate_record(null::public.job_kinds, e) d
+  order by d.kind
+  on conflict (kind) do update set
+    (max_attempts, timeout_ms, backoff_base, backoff_factor, backoff_cap, backoff_jitter, declared) = (
+      select m.max_attempts, m.timeout_ms, m.backoff_base, m.backoff_factor, m.backoff_cap, m.backoff_jitter, excluded.declared
+      from jsonb_populate_record(
+        null::public.job_kinds,
+        -- What an operator changed since the last declaration wins over the new one.
+        excluded.declared || coalesce((
+          select jsonb_object_agg(c.key, c.value)
+          from jsonb_each(to_jsonb(k) - 'kind' - 'declared') c
+          where c.value is distinct from coalesce(k.declared -> c.key, 'null')
+        ), '{}')
+      ) m
+    )
+  where k.declared is distinct from excluded.declared;
+
+  return query
+  select k.kind, coalesce(k.max_attempts, 5), coalesce(k.timeout_ms, 45000)
+  from public.job_kinds k
+  where k.kind in (select e ->> 'kind' from jsonb_array_elements(declarations) e);
+end $$;
+revoke all on function public.declare_job_kinds from public, anon, authenticated;
+grant execute on function public.declare_job_kinds to service_role;
