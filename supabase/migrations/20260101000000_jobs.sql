@@ -47,7 +47,6 @@ create table public.jobs (
   lease_expires_at timestamptz,
   lease_token int not null default 0,
   context jsonb,
-  progress jsonb,
   result jsonb,
   last_error text,
   created_at timestamptz not null default clock_timestamp(),

@@ -113,7 +113,7 @@ create function public.claim_jobs(
   kinds text[] default null,
   awake_for interval default null
 ) returns table (
-  id uuid, kind text, payload jsonb, attempts int, max_attempts int, lease_token int, context jsonb, progress jsonb,
+  id uuid, kind text, payload jsonb, attempts int, max_attempts int, lease_token int, context jsonb,
   created_at timestamptz, lease_expires_at timestamptz
 )
 language plpgsql
@@ -201,7 +201,7 @@ begin
     returning j.*
   )
   select c.id, c.kind, c.payload, c.attempts, coalesce(c.max_attempts, k.max_attempts, 5), c.lease_token, c.context,
-    c.progress, c.created_at, c.lease_expires_at
+    c.created_at, c.lease_expires_at
   from claimed c
   left join public.job_kinds k on k.kind = c.kind
   order by c.priority desc, c.available_at, c.id;

@@ -19,7 +19,7 @@
 do $$
 begin
   if exists (select from pg_available_extensions where name = 'pg_net') then
-    create extension if not exists pg_net;
+    create extension if not exists pg_net with schema extensions;
   end if;
   if exists (select from pg_available_extensions where name = 'pg_cron') then
     create extension if not exists pg_cron;

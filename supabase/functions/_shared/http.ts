@@ -1,0 +1,75 @@
+import { log } from "./log.ts";
+
+const MAX_BODY_BYTES = 64 * 1024;
+const MIN_SECRET_LENGTH = 32;
+
+/** An error answer as RFC 9457 has it: application/problem+json with type, title, status and detail. */
+export function problem(status: number, title: string, detail: string, headers: HeadersInit = {}): Response {
+  const answer = Response.json({ type: "about:blank", title, status, detail }, { status, headers });
+  answer.headers.set("Content-Type", "application/problem+json");
+  return answer;
+}
+
+/**
+ * Whether the request carries CRON_SECRET as its bearer; null when it does, else the answer to give: 401, or 500 when the
+ * secret is unset or shorter than 32 characters. CRON_SECRET may hold two secrets, separated by a comma, while one is
+ * being rotated. Compares digests, in constant time.
+ */
+export async function refuseWithoutCronSecret(request: Request): Promise<Response | null> {
+  const secrets = (Deno.env.get("CRON_SECRET") ?? "").split(",").map((secret) => secret.trim());
+  if (secrets.some((secret) => secret.length < MIN_SECRET_LENGTH)) {
+    log("error", "cron_secret_unusable", {
+      todo:
+        `CRON_SECRET is unset or shorter than ${MIN_SECRET_LENGTH} characters: set it with supabase secrets set, ` +
+        "to the value of cron_secret in Vault. Until then every call is refused.",
+    });
+    return problem(500, "Not configured", "This function is not configured; its log says what to do.");
+  }
+  const given = /^Bearer ([^\s]+)$/i.exec(request.headers.get("Authorization") ?? "")?.[1] ?? "";
+  const digest = await sha256(given);
+  let matches = false;
+  for (const secret of secrets) matches = equal(digest, await sha256(secret)) || matches;
+  return matches
+    ? null
+    : problem(401, "Unauthorized", "Send CRON_SECRET as the bearer.", { "WWW-Authenticate": "Bearer" });
+}
+
+/** Null when the request's method is one of these, else the 405 to give. */
+export function refuseOtherMethods(request: Request, ...allowed: string[]): Response | null {
+  if (allowed.includes(request.method)) return null;
+  return problem(405, "Method not allowed", `Use ${allowed.join(" or ")}.`, { Allow: allowed.join(", ") });
+}
+
+/**
+ * The request's body as JSON, `{}` when it is empty; or the answer to give: 413 above 64 kB (decided before all of it is
+ * read), 400 when it is not JSON.
+ */
+export async function readJson(request: Request): Promise<{ body: unknown } | { refused: Response }> {
+  const chunks: Uint8Array<ArrayBuffer>[] = [];
+  let size = 0;
+  const tooLarge = () => ({
+    refused: problem(413, "Content too large", `The body may have ${MAX_BODY_BYTES} bytes.`),
+  });
+  if (Number(request.headers.get("Content-Length")) > MAX_BODY_BYTES) return tooLarge();
+  for await (const chunk of request.body ?? []) {
+    size += chunk.byteLength;
+    if (size > MAX_BODY_BYTES) return tooLarge();
+    chunks.push(chunk);
+  }
+  try {
+    const text = await new Blob(chunks).text();
+    return { body: text.trim() === "" ? {} : JSON.parse(text) };
+  } catch {
+    return { refused: problem(400, "Bad request", "The body is not JSON.") };
+  }
+}
+
+async function sha256(text: string): Promise<Uint8Array> {
+  return new Uint8Array(await crypto.subtle.digest("SHA-256", new TextEncoder().encode(text)));
+}
+
+function equal(a: Uint8Array, b: Uint8Array): boolean {
+  let difference = a.length ^ b.length;
+  a.forEach((byte, i) => difference |= byte ^ (b[i] ?? 0));
+  return difference === 0;
+}

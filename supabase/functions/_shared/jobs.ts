@@ -1,0 +1,98 @@
+import type { z } from "zod";
+import { kinds } from "../_app/kinds.ts";
+import { callDatabase } from "./database.ts";
+import { JobError } from "./errors.ts";
+import type { Handler, HandlersOf } from "./kinds.ts";
+import { type App, describeIssue, wakeWorker, work, type WorkOptions, type WorkReport } from "./worker.ts";
+
+/** The queue as this app uses it: the engine bound to the kinds declared in _app/kinds.ts. */
+
+export { JobError, PermanentError, RetryAfterError } from "./errors.ts";
+export type { Job } from "./kinds.ts";
+export {
+  type ClaimedJob,
+  claimJobs,
+  completeJob,
+  completeJobs,
+  extendJobs,
+  failJob,
+  failJobs,
+  releaseJobs,
+  rescueExpiredJobs,
+} from "./queue.ts";
+
+type Kinds = typeof kinds;
+
+/** A kind that this app declares. */
+export type Kind = keyof Kinds;
+
+/** The type of a kind's handler. */
+export type HandlerOf<K extends Kind> = Handler<z.output<Kinds[K]["schema"]>>;
+
+/** One handler for each kind that this app declares. */
+export type Handlers = HandlersOf<Kinds>;
+
+export interface EnqueueOptions {
+  /** Seconds to wait before the first attempt, by the database's clock. */
+  delay?: number;
+  /** Not before this time; in place of `delay`. */
+  availableAt?: Date;
+  /** -100 to 100, higher first within the kind; 0 by default. */
+  priority?: number;
+  /** Attempts before the job is dead; what job_kinds or the kind's declaration says by default. */
+  maxAttempts?: number;
+  /** Handed to the handler as job.context. */
+  context?: unknown;
+}
+
+/**
+ * Enqueues a job and gives back its id. The payload is checked by the kind's schema before anything is written: throws
+ * JobError `unknown_kind`, or `invalid_payload` naming the field; and what the database refuses, by its SQLSTATE.
+ */
+export async function enqueueJob<K extends Kind>(
+  kind: K,
+  payload: z.input<Kinds[K]["schema"]>,
+  options: EnqueueOptions = {},
+): Promise<string> {
+  if (!Object.hasOwn(kinds, kind)) {
+    throw new JobError(
+      "unknown_kind",
+      `enqueueJob: no kind ${JSON.stringify(kind)}`,
+      "Declare it in _app/kinds.ts.",
+    );
+  }
+  const parsed = await kinds[kind].schema.safeParseAsync(payload);
+  if (!parsed.success) {
+    throw new JobError(
+      "invalid_payload",
+      `enqueueJob: payload of ${kind}: ${describeIssue(parsed.error.issues[0])}`,
+    );
+  }
+  const id = await callDatabase("enqueue_job", {
+    kind,
+    // As given, not as parsed: the worker parses it again, and a schema that transforms would do so twice.
+    payload,
+    delay: options.delay === undefined ? undefined : `${options.delay} seconds`,
+    available_at: options.availableAt?.toISOString(),
+    priority: options.priority,
+    max_attempts: options.maxAttempts,
+    context: options.context,
+  });
+  return String(id);
+}
+
+/** Runs ready jobs until there are none, or the lifetime, the cap or the signal ends it; gives back what became of each. */
+export async function workJobs(options: WorkOptions = {}): Promise<WorkReport> {
+  return work(await app(), options);
+}
+
+/** What a poke does: starts a worker that lingers, or has the running one look now; its report, or null if it only looked. */
+export async function wakeJobWorker(options: WorkOptions = {}): Promise<WorkReport | null> {
+  return await wakeWorker(await app(), options);
+}
+
+/** Handlers are loaded here and not above, so that a function that only enqueues does not load them. */
+async function app(): Promise<App> {
+  const { handlers } = await import("../_app/handlers.ts");
+  return { kinds, handlers };
+}

@@ -1,0 +1,37 @@
+import type { z } from "zod";
+
+/** What the code says about a kind: the schema of its payload, and settings that an operator may override in job_kinds. */
+export interface KindDeclaration {
+  schema: z.ZodType;
+  /** Attempts before the job is dead; 5 by default. */
+  maxAttempts?: number;
+  /** How long one attempt may run, in milliseconds; 45,000 by default. */
+  timeoutMs?: number;
+  /** After attempt n the wait is base × factor^n, at most cap, drawn from the last `jitter` (0 to 1) below that. */
+  backoff?: { baseSeconds?: number; factor?: number; capSeconds?: number; jitter?: number };
+}
+
+export type KindDeclarations = Record<string, KindDeclaration>;
+
+/** What a handler is told about the job it runs, beside the payload. */
+export interface Job {
+  id: string;
+  kind: string;
+  /** This attempt included: 1 the first time. */
+  attempts: number;
+  maxAttempts: number;
+  isLastAttempt: boolean;
+  /** Who asked for the job, as recorded at enqueue. */
+  context: unknown;
+  createdAt: Date;
+  /** Aborts when the attempt runs out of time, its lease is lost or the worker must stop. Pass it to fetch. */
+  signal: AbortSignal;
+}
+
+/** What it returns is stored in `result`; what it throws fails the attempt. It may run more than once for one job. */
+export type Handler<Payload> = (payload: Payload, job: Job) => unknown;
+
+/** One handler for every declared kind, each taking what its schema gives. */
+export type HandlersOf<Kinds extends KindDeclarations> = {
+  [K in keyof Kinds]: Handler<z.output<Kinds[K]["schema"]>>;
+};

@@ -1,0 +1,163 @@
+import { z } from "zod";
+import { callDatabase } from "./database.ts";
+import type { KindDeclarations } from "./kinds.ts";
+
+/** One function per SQL function of the queue, with the same name. All throw JobError; durations are in seconds. */
+
+const claimedJob = z.object({
+  id: z.string(),
+  kind: z.string(),
+  payload: z.unknown(),
+  attempts: z.number(),
+  max_attempts: z.number(),
+  lease_token: z.number(),
+  context: z.unknown(),
+  created_at: z.string(),
+  lease_expires_at: z.string(),
+}).transform((row) => ({
+  id: row.id,
+  kind: row.kind,
+  payload: row.payload,
+  attempts: row.attempts,
+  maxAttempts: row.max_attempts,
+  leaseToken: row.lease_token,
+  context: row.context,
+  createdAt: row.created_at,
+  leaseExpiresAt: row.lease_expires_at,
+}));
+const ids = z.array(z.string());
+
+/** A claimed job: `leaseToken` is what every settle call must name. */
+export type ClaimedJob = z.output<typeof claimedJob>;
+
+/** Names one claim. */
+export interface Lease {
+  id: string;
+  leaseToken: number;
+}
+
+/** Claims up to `maxJobs` (10) due jobs for `leaseSeconds` (60), in the order in which they are to start. */
+export async function claimJobs(
+  worker: string,
+  options: { maxJobs?: number; leaseSeconds?: number; kinds?: string[]; awakeForSeconds?: number } = {},
+): Promise<ClaimedJob[]> {
+  const rows = await callDatabase("claim_jobs", {
+    worker,
+    max_jobs: options.maxJobs ?? 10,
+    lease_seconds: options.leaseSeconds ?? 60,
+    kinds: options.kinds ?? null,
+    awake_for: options.awakeForSeconds === undefined ? null : `${options.awakeForSeconds} seconds`,
+  });
+  return z.array(claimedJob).parse(rows);
+}
+
+/** Completes jobs, storing their results; gives back the ids that were still held. Safe to repeat. */
+export async function completeJobs(completions: (Lease & { result?: unknown })[]): Promise<string[]> {
+  return ids.parse(
+    await callDatabase("complete_jobs", {
+      completions: completions.map(({ id, leaseToken, result }) => ({ id, lease_token: leaseToken, result })),
+    }),
+  );
+}
+
+/** Completes one job; false when it was not held. */
+export async function completeJob(id: string, leaseToken: number, result?: unknown): Promise<boolean> {
+  return z.boolean().parse(
+    await callDatabase("complete_job", { id, lease_token: leaseToken, result: result ?? null }),
+  );
+}
+
+export interface Failure extends Lease {
+  error: string;
+  /** Seconds until the next attempt; the kind's backoff when left out. */
+  retryIn?: number;
+  permanent?: boolean;
+}
+
+const failed = z.object({
+  id: z.string(),
+  status: z.enum(["pending", "dead"]),
+  available_at: z.string().nullable(),
+});
+
+/** Ends attempts as failed; gives back what became of the jobs that were still held. */
+export async function failJobs(
+  failures: Failure[],
+): Promise<{ id: string; status: "pending" | "dead"; availableAt: string | null }[]> {
+  const rows = await callDatabase("fail_jobs", {
+    failures: failures.map((failure) => ({
+      id: failure.id,
+      lease_token: failure.leaseToken,
+      error: failure.error,
+      retry_in: failure.retryIn === undefined ? undefined : seconds(failure.retryIn),
+      permanent: failure.permanent ?? false,
+    })),
+  });
+  return z.array(failed).parse(rows).map((row) => ({
+    id: row.id,
+    status: row.status,
+    availableAt: row.available_at,
+  }));
+}
+
+/** Ends one attempt as failed: "pending" when it will be retried, "dead" when not, null when it was not held. */
+export async function failJob(
+  id: string,
+  leaseToken: number,
+  error: string,
+  options: { retryIn?: number; permanent?: boolean } = {},
+): Promise<"pending" | "dead" | null> {
+  const [row] = await failJobs([{ id, leaseToken, error, ...options }]);
+  return row?.status ?? null;
+}
+
+/** Gives jobs back without counting the attempt, to be claimed after `delay` seconds; the ids that were still held. */
+export async function releaseJobs(releases: (Lease & { delay?: number })[]): Promise<string[]> {
+  return ids.parse(
+    await callDatabase("release_jobs", {
+      releases: releases.map(({ id, leaseToken, delay }) => ({
+        id,
+        lease_token: leaseToken,
+        delay: delay === undefined ? undefined : seconds(delay),
+      })),
+    }),
+  );
+}
+
+/** Extends leases to `leaseSeconds` (60) from now; the ids that are still held. A missing one is lost. */
+export async function extendJobs(leases: Lease[], leaseSeconds = 60): Promise<string[]> {
+  const rows = await callDatabase("extend_jobs", {
+    leases: leases.map(({ id, leaseToken }) => ({ id, lease_token: leaseToken })),
+    lease_seconds: leaseSeconds,
+  });
+  return z.array(z.object({ id: z.string() })).parse(rows).map((row) => row.id);
+}
+
+/** Ends the attempts whose lease has run out as failed; gives back how many. */
+export async function rescueExpiredJobs(maxJobs = 1000): Promise<number> {
+  return z.number().parse(await callDatabase("rescue_expired_jobs", { max_jobs: maxJobs }));
+}
+
+const kindSettings = z.object({ kind: z.string(), max_attempts: z.number(), timeout_ms: z.number() });
+
+/** Writes what the code declares to job_kinds, and gives back how long an attempt of each kind may run, in ms. */
+export async function declareJobKinds(kinds: KindDeclarations): Promise<Map<string, number>> {
+  const rows = await callDatabase("declare_job_kinds", {
+    declarations: Object.entries(kinds).map(([kind, { maxAttempts, timeoutMs, backoff }]) => ({
+      kind,
+      max_attempts: maxAttempts,
+      timeout_ms: timeoutMs,
+      backoff_base: backoff?.baseSeconds && seconds(backoff.baseSeconds),
+      backoff_factor: backoff?.factor,
+      backoff_cap: backoff?.capSeconds && seconds(backoff.capSeconds),
+      backoff_jitter: backoff?.jitter,
+    })),
+  });
+  return new Map(z.array(kindSettings).parse(rows).map((row) => [row.kind, row.timeout_ms]));
+}
+
+/** As Postgres reads an interval. What is no number of seconds from 0 to ten years becomes the nearest that is. */
+function seconds(value: number): string {
+  const bounded = Math.min(Math.max(Number.isNaN(value) ? 0 : value, 0), 315_360_000);
+  return `${bounded.toFixed(3)} seconds`;
+}

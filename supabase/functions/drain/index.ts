@@ -1,0 +1,29 @@
+import { shutdown } from "../_shared/edge_runtime.ts";
+import { errorText } from "../_shared/errors.ts";
+import { problem, refuseOtherMethods, refuseWithoutCronSecret } from "../_shared/http.ts";
+import { rescueExpiredJobs, workJobs } from "../_shared/jobs.ts";
+import { log } from "../_shared/log.ts";
+
+/** For any outside scheduler: rescues what expired and runs what is ready, then says what it did. */
+Deno.serve(async (request) => {
+  const refused = refuseOtherMethods(request, "GET", "POST") ?? await refuseWithoutCronSecret(request);
+  if (refused) return refused;
+  await request.body?.cancel();
+  try {
+    await rescueExpiredJobs();
+    const { results, backlog } = await workJobs({ signal: shutdown });
+    const queues: Record<string, { succeeded: number; failed: number; dead: number }> = {};
+    let errors = 0;
+    for (const { kind, status } of results) {
+      const queue = queues[kind] ??= { succeeded: 0, failed: 0, dead: 0 };
+      if (status === "succeeded") queue.succeeded++;
+      else if (status === "pending") queue.failed++;
+      else if (status === "dead") queue.dead++;
+      else errors++;
+    }
+    return Response.json({ schedules: 0, queues, budgetExhausted: backlog, errors });
+  } catch (error) {
+    log("error", "drain_failed", { error: errorText(error) });
+    return problem(500, "The drain failed", "The function's log says why.");
+  }
+});
