@@ -355,11 +355,12 @@ function createSettler(held: Set<Held>, results: WorkReport["results"]) {
       for (const { entry } of batch) settled(entry, done.has(entry.job.id) ? "succeeded" : "lost");
     } catch (error) {
       // One result that cannot be stored refuses the whole call: each is then tried alone, and the bad one's attempt fails.
-      if (batch.length > 1) { for (const one of batch) await complete([one]); }
-      else {
-        const [{ entry }] = batch as [{ entry: Held }];
-        await fail([{ entry, failed: { error: `the result cannot be stored: ${errorText(error)}` } }]);
+      if (batch.length > 1) {
+        for (const one of batch) await complete([one]);
+        return;
       }
+      const failed = { error: `the result cannot be stored: ${errorText(error)}` };
+      await fail(batch.map(({ entry }) => ({ entry, failed })));
     }
   }
 
