@@ -1,0 +1,35 @@
+// Loaded into each function's process before the function: what hosted Supabase's runtime adds to Deno. It defines
+// EdgeRuntime.waitUntil, and turns SIGTERM, or the end of the process that started it, into `beforeunload`.
+
+const SHUTDOWN_MS = 5_000;
+const pending = new Set<Promise<unknown>>();
+
+Object.defineProperty(globalThis, "EdgeRuntime", {
+  value: {
+    /** Counts native promises only, as hosted: another thenable is not waited for. */
+    waitUntil(promise: unknown): void {
+      if (!(promise instanceof Promise)) return;
+      pending.add(promise);
+      promise.catch((error) => console.error(error)).finally(() => pending.delete(promise));
+    },
+  },
+});
+
+let ending = false;
+async function end(): Promise<void> {
+  if (ending) return;
+  ending = true;
+  dispatchEvent(new CustomEvent("beforeunload", { detail: { reason: "termination" } }));
+  const late = new Promise((resolve) => setTimeout(resolve, SHUTDOWN_MS));
+  await Promise.race([Promise.allSettled(pending), late]);
+  Deno.exit(0);
+}
+
+Deno.addSignalListener("SIGTERM", end);
+// Ctrl-C in the terminal reaches every process; whoever started this one decides when it ends.
+Deno.addSignalListener("SIGINT", () => {});
+// Deno loads the function when this file has nothing left to do, so it may not wait for standard input yet.
+Deno.unrefTimer(setTimeout(async () => {
+  for await (const _ of Deno.stdin.readable);
+  await end();
+}));

@@ -1,0 +1,26 @@
+// The process that plays the background workers of pg_cron and pg_net. Its parent gives it LOCAL_DB_URL (a superuser's)
+// and a pipe as standard input: when that ends, the parent is gone, and so must this be.
+
+import { playCron } from "./cron.ts";
+import { playNet } from "./net.ts";
+
+const url = Deno.env.get("LOCAL_DB_URL");
+if (!url) {
+  console.error(
+    "players: LOCAL_DB_URL is not set. `npm start` sets it; this is not meant to be run by hand.",
+  );
+  Deno.exit(1);
+}
+
+const stopping = new AbortController();
+const stop = () => stopping.abort();
+Deno.addSignalListener("SIGTERM", stop);
+Deno.addSignalListener("SIGINT", stop);
+(async () => {
+  for await (const _ of Deno.stdin.readable); // nothing is ever sent
+  stop();
+})();
+
+const options = { url, signal: stopping.signal, log: (line: string) => console.error(line) };
+await Promise.all([playCron(options), playNet(options)]);
+Deno.exit(0); // or the read of standard input would keep the process

@@ -1,0 +1,50 @@
+/** Where the local stack listens: the Supabase CLI's own ports. */
+export interface Ports {
+  api: number;
+  database: number;
+  mail: number;
+}
+
+export const defaultPorts: Ports = { api: 54321, database: 54322, mail: 54324 };
+
+/** The variable that sets each port, for the messages that name it. */
+export const portVariables = { api: "LOCAL_API_PORT", database: "LOCAL_DB_PORT", mail: "LOCAL_MAIL_PORT" };
+
+/** The ports to use: LOCAL_API_PORT, LOCAL_DB_PORT and LOCAL_MAIL_PORT where they are set. Throws when one is no port. */
+export function readPorts(): Ports {
+  const read = (name: keyof Ports) => {
+    const text = Deno.env.get(portVariables[name]);
+    if (!text) return defaultPorts[name];
+    const port = Number(text);
+    if (!Number.isInteger(port) || port < 1 || port > 65535) {
+      throw new Error(`${portVariables[name]} is ${JSON.stringify(text)}: give a port from 1 to 65535.`);
+    }
+    return port;
+  };
+  return { api: read("api"), database: read("database"), mail: read("mail") };
+}
+
+/** Throws naming the port and its variable when something listens there already. */
+export function assertPortFree(ports: Ports, name: keyof Ports): void {
+  try {
+    Deno.listen({ hostname: "127.0.0.1", port: ports[name] }).close();
+  } catch (error) {
+    if (!(error instanceof Deno.errors.AddrInUse)) throw error;
+    throw new Error(`Port ${ports[name]} (${name}) is taken. ${portHint(name)}`);
+  }
+}
+
+/** What to do about a port that is taken. */
+export function portHint(name: keyof Ports): string {
+  return `Stop what uses it (a running npm start or supabase start?), or set ${
+    portVariables[name]
+  } to another port.`;
+}
+
+/** A port that nothing listens on now, for tests. */
+export function freePort(): number {
+  const listener = Deno.listen({ hostname: "127.0.0.1", port: 0 });
+  const { port } = listener.addr;
+  listener.close();
+  return port;
+}

@@ -1,0 +1,215 @@
+import postgres from "postgres";
+import { join } from "node:path";
+import { readEnv, setup } from "../setup.ts";
+import { endProcess, type LocalFunctions, readLines, runFunctions } from "./functions.ts";
+import type { GatewayOptions, LocalKeys } from "./gateway.ts";
+import { localKeys } from "./keys.ts";
+import { pushMigrations } from "./migrations.ts";
+import { startOutbox } from "./outbox.ts";
+import { assertPortFree, portHint, type Ports } from "./ports.ts";
+import { startPostgres } from "./postgres.ts";
+
+export const functionNames = ["job-worker", "webhook-inbox", "drain"];
+
+/** The parts of the stack that use the database, and what is needed to reach and to kill them. */
+export interface Services {
+  apiUrl: string;
+  functions: LocalFunctions;
+  gateway: Deno.ChildProcess;
+  players: Deno.ChildProcess;
+  stop(): Promise<void>;
+}
+
+export interface ServiceOptions {
+  projectDir: string;
+  apiPort: number;
+  /** Connection string of a role, for the database to serve. */
+  databaseUrl: (user: string) => string;
+  keys: LocalKeys;
+  /** The functions' variables beside SUPABASE_…; read anew when they are reloaded. */
+  env: () => Promise<Record<string, string>>;
+  watch: boolean;
+  log: (line: string) => void;
+}
+
+/**
+ * Starts the functions, the gateway and the players of pg_cron and pg_net on a database that has its migrations, each in
+ * a process of its own. A gateway or player that ends by itself is started again.
+ */
+export async function startServices(options: ServiceOptions): Promise<Services> {
+  const { keys, log } = options;
+  const apiUrl = `http://127.0.0.1:${options.apiPort}`;
+  const functions = await runFunctions({
+    projectDir: options.projectDir,
+    names: functionNames,
+    watch: options.watch,
+    log,
+    env: async () => ({
+      ...await options.env(),
+      SUPABASE_URL: apiUrl,
+      SUPABASE_DB_URL: options.databaseUrl("postgres"),
+      SUPABASE_SECRET_KEYS: JSON.stringify({ default: keys.secretKey }),
+      SUPABASE_PUBLISHABLE_KEYS: JSON.stringify({ default: keys.publishableKey }),
+      SUPABASE_SERVICE_ROLE_KEY: keys.serviceRoleKey,
+      SUPABASE_ANON_KEY: keys.anonKey,
+    }),
+  });
+  const gatewayOptions: GatewayOptions = {
+    port: options.apiPort,
+    databaseUrl: options.databaseUrl("authenticator"),
+    keys,
+    functions: functions.sockets,
+  };
+  const players = keepRunning("players", { LOCAL_DB_URL: options.databaseUrl("supabase_admin") }, log);
+  const gateway = keepRunning("gateway", { LOCAL_GATEWAY: JSON.stringify(gatewayOptions) }, log);
+  const services = {
+    apiUrl,
+    functions,
+    get gateway() {
+      return gateway.child();
+    },
+    get players() {
+      return players.child();
+    },
+    // The functions go first: they give jobs back through the gateway.
+    async stop() {
+      await players.stop();
+      await functions.stop();
+      await gateway.stop();
+    },
+  };
+  try {
+    await gateway.firstLine;
+  } catch (error) {
+    await services.stop();
+    throw error;
+  }
+  return services;
+}
+
+/** Everything: Postgres, migrations, secrets in Vault, services and the outbox for mails. */
+export async function startStack(options: {
+  projectDir: string;
+  ports: Ports;
+  log: (line: string) => void;
+}): Promise<
+  { apiUrl: string; databaseUrl: string; keys: LocalKeys; mailUrl: string; stop(): Promise<void> }
+> {
+  const { projectDir, ports, log } = options;
+  assertPortFree(ports, "api");
+  assertPortFree(ports, "mail");
+  const { cronSecret, written } = await setup(projectDir);
+  if (written.length > 0) log(`setup wrote ${written.join(", ")}`);
+  await Deno.mkdir(join(projectDir, ".local"), { recursive: true });
+  const keys = await localKeys(join(projectDir, ".local/keys.json"));
+  const apiUrl = `http://127.0.0.1:${ports.api}`;
+  const mailUrl = `http://127.0.0.1:${ports.mail}`;
+  const stops: (() => Promise<void>)[] = [];
+  const stop = async () => {
+    for (const step of stops.splice(0).reverse()) await step();
+  };
+  try {
+    const database = await startPostgres({
+      projectDir,
+      port: ports.database,
+      portHint: portHint("database"),
+      // Its LOG lines, and the refusals while it starts, are no news.
+      log: (line) => / LOG: |the database system is starting up/.test(line) || log(`[postgres] ${line}`),
+    });
+    stops.push(() => database.stop());
+    const secrets = { project_url: apiUrl, cron_secret: cronSecret };
+    await pushMigrations(projectDir, database.url("postgres"), {
+      PROJECT_URL: apiUrl,
+      CRON_SECRET: cronSecret,
+    });
+    await setVaultSecrets(database.url("postgres"), secrets);
+    const outbox = startOutbox(ports.mail, log);
+    stops.push(() => outbox.stop());
+    const services = await startServices({
+      projectDir,
+      apiPort: ports.api,
+      databaseUrl: (user) => database.url(user),
+      keys,
+      watch: true,
+      log,
+      env: async () => {
+        const env = await readEnv(join(projectDir, "supabase/functions/.env"));
+        const mail: Record<string, string> = env.RESEND_API_KEY ? {} : {
+          RESEND_API_KEY: "re_local",
+          RESEND_BASE_URL: mailUrl,
+          EMAIL_FROM: "Nightshift <nightshift@localhost>",
+        };
+        return { ...mail, ...env };
+      },
+    });
+    stops.push(() => services.stop());
+    return { apiUrl, databaseUrl: database.url("postgres"), keys, mailUrl, stop };
+  } catch (error) {
+    await stop();
+    throw error;
+  }
+}
+
+/** The CLI writes Vault's secrets only when a migration is pending, so a changed port or secret is set here. */
+export async function setVaultSecrets(databaseUrl: string, secrets: Record<string, string>): Promise<void> {
+  const sql = postgres(databaseUrl, { max: 1, fetch_types: false, onnotice: () => {} });
+  try {
+    for (const [name, value] of Object.entries(secrets)) {
+      const [row] = await sql`select id, decrypted_secret from vault.decrypted_secrets where name = ${name}`;
+      if (!row) await sql`select vault.create_secret(${value}, ${name})`;
+      else if (row.decrypted_secret !== value) await sql`select vault.update_secret(${row.id}, ${value})`;
+    }
+  } finally {
+    await sql.end();
+  }
+}
+
+/** Runs scripts/local/<name>.ts in a process of its own, and again whenever it ends by itself. */
+function keepRunning(name: string, env: Record<string, string>, log: (line: string) => void) {
+  let stopping = false;
+  let child = spawn();
+  const firstLine = Promise.withResolvers<void>();
+  firstLine.promise.catch(() => {}); // not everyone waits for it
+  follow(child);
+  return { child: () => child, firstLine: firstLine.promise, stop };
+
+  function spawn(): Deno.ChildProcess {
+    return new Deno.Command(Deno.execPath(), {
+      // The flag: a request's signal then aborts only when the caller has gone.
+      args: ["run", "-A", "--quiet", "--unstable-no-legacy-abort", join(import.meta.dirname ?? ".", `${name}.ts`)],
+      env,
+      stdin: "piped",
+      stdout: "piped",
+      stderr: "piped",
+    }).spawn();
+  }
+
+  function follow(process: Deno.ChildProcess): void {
+    const printed: string[] = [];
+    const startedAt = performance.now();
+    const onError = (line: string) => {
+      printed.push(line);
+      log(line);
+    };
+    Promise.all([
+      process.status,
+      readLines(process.stdout, () => firstLine.resolve()),
+      readLines(process.stderr, onError),
+    ])
+      .then(async ([status]) => {
+        firstLine.reject(new Error(`The ${name} does not start:\n${printed.join("\n")}`));
+        if (stopping) return;
+        log(`${name} ended (${status.signal ?? `exit code ${status.code}`}); starting it again`);
+        const soon = performance.now() - startedAt < 1_000;
+        await new Promise((resolve) => setTimeout(resolve, soon ? 1_000 : 0));
+        if (stopping) return;
+        child = spawn();
+        follow(child);
+      });
+  }
+
+  async function stop(): Promise<void> {
+    stopping = true;
+    await endProcess(child);
+  }
+}

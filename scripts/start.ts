@@ -1,0 +1,36 @@
+import { join } from "node:path";
+import { readPorts } from "./local/ports.ts";
+import { startStack } from "./local/stack.ts";
+
+/** `npm start`: the local stack, until Ctrl-C. */
+
+const projectDir = join(import.meta.dirname ?? ".", "..");
+const stopped = Promise.withResolvers<void>();
+for (const signal of ["SIGINT", "SIGTERM", "SIGHUP"] as const) {
+  Deno.addSignalListener(signal, () => stopped.resolve());
+}
+
+try {
+  const stack = await startStack({ projectDir, ports: readPorts(), log: (line) => console.log(line) });
+  const state = { apiUrl: stack.apiUrl, databaseUrl: stack.databaseUrl, mailUrl: stack.mailUrl };
+  await Deno.writeTextFile(join(projectDir, ".local/stack.json"), JSON.stringify(state, null, 2) + "\n");
+  console.log(`
+ready
+  API              ${stack.apiUrl}
+  publishable key  ${stack.keys.publishableKey}
+  secret key       ${stack.keys.secretKey}
+  database         ${stack.databaseUrl}
+  mails            printed here, and listed at ${stack.mailUrl}/emails
+
+Send one from another terminal:
+  npm run sql -- "select enqueue_job('send_email', '{\\"to\\":\\"a@example.com\\",\\"template\\":\\"welcome\\"}')"
+Ctrl-C stops everything; data stays.
+`);
+  await stopped.promise;
+  console.log("stopping …");
+  await stack.stop();
+  Deno.exit(0);
+} catch (error) {
+  console.error(error instanceof Error ? error.message : error);
+  Deno.exit(1);
+}
