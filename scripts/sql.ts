@@ -48,9 +48,11 @@ async function localDatabase(): Promise<string> {
 }
 
 function table(columns: string[], rows: Record<string, unknown>[]): string {
+  const show = (value: unknown) =>
+    value === null ? "" : typeof value === "object" ? JSON.stringify(value) : String(value);
   const cells = [
     columns,
-    ...rows.map((row) => columns.map((column) => row[column] === null ? "" : String(row[column]))),
+    ...rows.map((row) => columns.map((column) => show(row[column]))),
   ];
   const widths = columns.map((_, i) => Math.max(...cells.map((line) => (line[i] ?? "").length)));
   const lines = cells.map((line) => line.map((cell, i) => cell.padEnd(widths[i] ?? 0)).join(" | ").trimEnd());

@@ -176,7 +176,13 @@ function keepRunning(name: string, env: Record<string, string>, log: (line: stri
   function spawn(): Deno.ChildProcess {
     return new Deno.Command(Deno.execPath(), {
       // The flag: a request's signal then aborts only when the caller has gone.
-      args: ["run", "-A", "--quiet", "--unstable-no-legacy-abort", join(import.meta.dirname ?? ".", `${name}.ts`)],
+      args: [
+        "run",
+        "-A",
+        "--quiet",
+        "--unstable-no-legacy-abort",
+        join(import.meta.dirname ?? ".", `${name}.ts`),
+      ],
       env,
       stdin: "piped",
       stdout: "piped",

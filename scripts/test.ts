@@ -1,0 +1,74 @@
+import postgres from "postgres";
+import { join } from "node:path";
+import { makeApp, type TestPostgres } from "../tests/support.ts";
+import { pushMigrations } from "./local/migrations.ts";
+import { freePort } from "./local/ports.ts";
+import { startPostgres } from "./local/postgres.ts";
+
+/** `npm test [-- files]`: formatting, lint and types, then every test. The last line is `N passed, N failed`. */
+
+const projectDir = join(import.meta.dirname ?? ".", "..");
+const files = Deno.args.length > 0 ? Deno.args : ["tests"];
+
+const app = await makeApp();
+const { tasks }: { tasks: Record<string, string> } = JSON.parse(
+  await Deno.readTextFile(join(projectDir, "deno.json")),
+);
+const checks = [
+  ...Object.values(tasks).map((command) => command.split(" ").slice(1)),
+  // The kinds and handlers of tests/app fit only into a copy of the project.
+  ["check", "--config", join(app, "supabase/functions/deno.json"), join(app, "supabase/functions")],
+];
+let passed = 0;
+let failed = 0;
+for (const args of checks) {
+  if (!await deno(args)) failed++;
+}
+await Deno.remove(app, { recursive: true });
+
+if (failed === 0) {
+  const template = "nightshift_template";
+  const port = freePort();
+  const server = await startPostgres({
+    projectDir,
+    port,
+    temporary: true,
+    settings: { max_connections: "300" },
+  });
+  try {
+    // Made before the migrations, and then migrated: a template may have no connections while it is copied.
+    const admin = postgres(server.url("supabase_admin"), { max: 1 });
+    await admin`create database ${admin(template)} template postgres owner postgres`;
+    await pushMigrations(projectDir, server.url("postgres", template), { PROJECT_URL: "", CRON_SECRET: "" });
+    await admin.end();
+    const settings: TestPostgres = {
+      port,
+      adminPassword: new URL(server.url("supabase_admin")).password,
+      template,
+    };
+    const report = await Deno.makeTempFile({ suffix: ".xml" });
+    await deno(["test", "-A", "--parallel", "--no-check", `--junit-path=${report}`, ...files], {
+      TEST_POSTGRES: JSON.stringify(settings),
+    });
+    const counts = (await Deno.readTextFile(report)).match(
+      /<testsuites [^>]*tests="(\d+)" failures="(\d+)" errors="(\d+)"/,
+    );
+    failed = counts ? Number(counts[2]) + Number(counts[3]) : 1;
+    passed = counts ? Number(counts[1]) - failed : 0;
+    await Deno.remove(report);
+  } finally {
+    await server.stop();
+  }
+}
+console.log(`${passed} passed, ${failed} failed`);
+Deno.exit(failed > 0 || passed === 0 ? 1 : 0);
+
+async function deno(args: string[], env: Record<string, string> = {}): Promise<boolean> {
+  const command = new Deno.Command(Deno.execPath(), {
+    args: [args[0] ?? "", "--quiet", ...args.slice(1)],
+    cwd: projectDir,
+    env,
+    stdin: "null",
+  });
+  return (await command.spawn().status).success;
+}

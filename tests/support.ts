@@ -1,0 +1,157 @@
+import postgres from "postgres";
+import { join } from "node:path";
+import type { LocalKeys } from "../scripts/local/gateway.ts";
+import { makeKeys } from "../scripts/local/keys.ts";
+import { freePort } from "../scripts/local/ports.ts";
+import { type Services, setVaultSecrets, startServices } from "../scripts/local/stack.ts";
+
+/** What the tests share: databases of their own, and the services on top of one. */
+
+export const projectDir = join(import.meta.dirname ?? ".", "..");
+
+/** Which Postgres `npm test` has started for the tests, and what it made from the migrations. */
+export interface TestPostgres {
+  port: number;
+  adminPassword: string;
+  template: string;
+}
+
+export interface TestDatabase extends AsyncDisposable {
+  /** As postgres, the owner, over up to 10 connections. */
+  sql: postgres.Sql;
+  url(user: string): string;
+  /** A client of its own, as another role or with other options. */
+  connect(user?: string, options?: postgres.Options<Record<string, never>>): postgres.Sql;
+}
+
+function testPostgres(): TestPostgres {
+  const text = Deno.env.get("TEST_POSTGRES");
+  if (!text) {
+    throw new Error(
+      "Tests need the Postgres that npm test starts: npm test -- tests/database/claim_jobs.test.ts",
+    );
+  }
+  return JSON.parse(text);
+}
+
+/** A new database with all migrations, which is dropped when it goes out of scope: `await using db = …`. */
+export async function createDatabase(): Promise<TestDatabase> {
+  const { port, adminPassword, template } = testPostgres();
+  const name = `test_${crypto.randomUUID().replaceAll("-", "")}`;
+  const url = (user: string, database = name) =>
+    `postgresql://${user}:${
+      user === "supabase_admin" ? adminPassword : "postgres"
+    }@127.0.0.1:${port}/${database}`;
+  const admin = postgres(url("supabase_admin", "postgres"), { max: 1, onnotice: () => {} });
+  await admin`create database ${admin(name)} template ${admin(template)} owner postgres`;
+  const clients: postgres.Sql[] = [];
+  const connect: TestDatabase["connect"] = (user = "postgres", options = {}) => {
+    const client = postgres(url(user), { onnotice: () => {}, max: 10, ...options });
+    clients.push(client);
+    return client;
+  };
+  return {
+    sql: connect(),
+    url,
+    connect,
+    async [Symbol.asyncDispose]() {
+      await Promise.all(clients.map((client) => client.end({ timeout: 1 })));
+      await admin`drop database ${admin(name)} with (force)`;
+      await admin.end();
+    },
+  };
+}
+
+export const cronSecret = "a-secret-that-only-the-tests-of-this-project-use";
+
+export interface TestStack extends AsyncDisposable {
+  db: TestDatabase;
+  sql: postgres.Sql;
+  services: Services;
+  apiUrl: string;
+  keys: LocalKeys;
+  /** The app's folder: a copy of this project's supabase folder whose _app is tests/app. */
+  appDir: string;
+  /** What the services and functions printed. */
+  lines: string[];
+  /** POST to a function with CRON_SECRET. */
+  call(name: string, body?: unknown, headers?: HeadersInit): Promise<Response>;
+}
+
+/** The whole stack but Postgres, on free ports, for one test file: gateway, players and functions with the kinds of tests/app. */
+export async function startTestStack(
+  options: { env?: Record<string, string>; dispatch?: boolean } = {},
+): Promise<TestStack> {
+  const db = await createDatabase();
+  const apiPort = freePort();
+  const keys = await makeKeys();
+  const appDir = await makeApp();
+  const lines: string[] = [];
+  if (options.dispatch !== false) {
+    await setVaultSecrets(db.url("postgres"), {
+      project_url: `http://127.0.0.1:${apiPort}`,
+      cron_secret: cronSecret,
+    });
+  }
+  const services = await startServices({
+    projectDir: appDir,
+    apiPort,
+    databaseUrl: db.url,
+    keys,
+    env: () => Promise.resolve({ CRON_SECRET: cronSecret, ...options.env }),
+    watch: false,
+    log: (line) => lines.push(line),
+  });
+  return {
+    db,
+    sql: db.sql,
+    services,
+    apiUrl: services.apiUrl,
+    keys,
+    appDir,
+    lines,
+    call: (name, body = {}, headers = {}) =>
+      fetch(`${services.apiUrl}/functions/v1/${name}`, {
+        method: "POST",
+        headers: { Authorization: `Bearer ${cronSecret}`, "Content-Type": "application/json", ...headers },
+        body: JSON.stringify(body),
+      }),
+    async [Symbol.asyncDispose]() {
+      await services.stop();
+      await db[Symbol.asyncDispose]();
+      await Deno.remove(appDir, { recursive: true });
+    },
+  };
+}
+
+/** A copy of the supabase folder in a temporary project, with tests/app as its _app. Returns the project's folder. */
+export async function makeApp(): Promise<string> {
+  const dir = await Deno.makeTempDir({ prefix: "nightshift-app-" });
+  await copyTree(join(projectDir, "supabase"), join(dir, "supabase"));
+  await Deno.remove(join(dir, "supabase/functions/_app"), { recursive: true });
+  await copyTree(join(projectDir, "tests/app"), join(dir, "supabase/functions/_app"));
+  return dir;
+}
+
+async function copyTree(from: string, to: string): Promise<void> {
+  await Deno.mkdir(to, { recursive: true });
+  for await (const { name, isDirectory } of Deno.readDir(from)) {
+    if (name.startsWith(".")) continue;
+    if (isDirectory) await copyTree(join(from, name), join(to, name));
+    else await Deno.copyFile(join(from, name), join(to, name));
+  }
+}
+
+/** Waits until `condition` gives something truthy, and gives it back. Throws naming `what` after `timeoutMs`. */
+export async function until<T>(
+  what: string,
+  condition: () => Promise<T> | T,
+  timeoutMs = 15_000,
+): Promise<NonNullable<T>> {
+  for (const deadline = performance.now() + timeoutMs;;) {
+    const value = await condition();
+    if (value) return value;
+    if (performance.now() > deadline) throw new Error(`waited ${timeoutMs} ms in vain for: ${what}`);
+    await new Promise((resolve) => setTimeout(resolve, 20));
+  }
+}
