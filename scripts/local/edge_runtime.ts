@@ -28,8 +28,17 @@ async function end(): Promise<void> {
 Deno.addSignalListener("SIGTERM", end);
 // Ctrl-C in the terminal reaches every process; whoever started this one decides when it ends.
 Deno.addSignalListener("SIGINT", () => {});
-// Deno loads the function when this file has nothing left to do, so it may not wait for standard input yet.
-Deno.unrefTimer(setTimeout(async () => {
+// Deno loads the function when this file has nothing left to do, and a read of standard input would be something: were it
+// begun any earlier, the function would now and then not be loaded at all.
+const { serve } = Deno;
+Object.defineProperty(Deno, "serve", {
+  value(...args: Parameters<typeof serve>) {
+    endWithParent();
+    return serve(...args);
+  },
+});
+
+async function endWithParent(): Promise<void> {
   for await (const _ of Deno.stdin.readable);
   await end();
-}));
+}

@@ -2,8 +2,10 @@
 // REST API and the Edge Functions. As a process of its own it reads its options from LOCAL_GATEWAY.
 
 import { checkTimes, type Claims, JwtError, verifyJwt } from "./jwt.ts";
-import { type Caller, openRest, type Rest } from "./rest.ts";
+import { portHint } from "./ports.ts";
+import { openRest, type Rest } from "./rest.ts";
 import { errorResponse, RestError } from "./rest/errors.ts";
+import { type Caller } from "./rest/request.ts";
 
 export interface LocalKeys {
   jwtSecret: string;
@@ -76,7 +78,17 @@ export async function startGateway(options: GatewayOptions): Promise<Gateway> {
   }
 
   const abort = new AbortController();
-  const server = listen(options, abort.signal, handle, log);
+  const close = async () => {
+    for (const call of functions.values()) call.close();
+    await rest.stop();
+  };
+  let server: Deno.HttpServer<Deno.NetAddr>;
+  try {
+    server = listen(options, abort.signal, handle, log);
+  } catch (error) {
+    await close();
+    throw error;
+  }
   return {
     port: server.addr.port,
     async stop() {
@@ -85,8 +97,7 @@ export async function startGateway(options: GatewayOptions): Promise<Gateway> {
       await server.shutdown();
       await server.finished;
       clearTimeout(timer);
-      await rest.stop();
-      for (const call of functions.values()) call.close();
+      await close();
     },
   };
 }
@@ -110,8 +121,7 @@ function listen(
     }, handler);
   } catch (error) {
     if (!(error instanceof Deno.errors.AddrInUse)) throw error;
-    const hint = "Stop what uses it, or change [api] port in supabase/config.toml.";
-    throw new Error(`Port ${port} is taken, the API cannot listen on it. ${hint}`, { cause: error });
+    throw new Error(`Port ${port} (api) is taken. ${portHint("api")}`, { cause: error });
   }
 }
 
@@ -306,7 +316,7 @@ if (import.meta.main) {
   Deno.addSignalListener("SIGTERM", end.resolve);
   Deno.addSignalListener("SIGINT", end.resolve);
   // The parent holds the other end of stdin: when it is gone, so is the reason to run.
-  Deno.stdin.readable.pipeTo(new WritableStream()).finally(end.resolve);
+  Deno.stdin.readable.pipeTo(new WritableStream()).then(end.resolve, end.resolve);
   await end.promise;
   await gateway.stop();
   Deno.exit();

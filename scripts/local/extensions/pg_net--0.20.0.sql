@@ -30,14 +30,16 @@ create unlogged table net._http_response (
 );
 create index on net._http_response (created);
 
+-- No function sets search_path, as none of the real ones does: it would double what a request costs.
+
 -- Delivered at commit, and once per transaction however often it is called.
-create function net.wake() returns void language plpgsql set search_path = '' as $$
+create function net.wake() returns void language plpgsql as $$
 begin
   perform pg_notify('pg_net_wake', '');
 end;
 $$;
 
-create function net.check_worker_is_up() returns void language plpgsql set search_path = '' as $$
+create function net.check_worker_is_up() returns void language plpgsql as $$
 begin
   if not exists (select from pg_stat_activity where application_name like 'pg_net %') then
     raise exception 'the pg_net background worker is not up'
@@ -47,7 +49,7 @@ end;
 $$;
 
 create function net._urlencode_string(string varchar) returns text
-language sql immutable strict set search_path = '' as $$
+language sql immutable strict as $$
   select coalesce(string_agg(
            case when b between 48 and 57 or b between 65 and 90 or b between 97 and 122 or b in (45, 46, 95, 126)
                 then chr(b) else '%' || upper(lpad(to_hex(b), 2, '0')) end, '' order by i), '')
@@ -56,7 +58,7 @@ language sql immutable strict set search_path = '' as $$
 $$;
 
 create function net._encode_url_with_params_array(url text, params_array text[]) returns text
-language plpgsql immutable strict set search_path = '' as $$
+language plpgsql immutable strict as $$
 declare
   query text := array_to_string(params_array, '&');
 begin
@@ -72,7 +74,7 @@ end;
 $$;
 
 create function net._queue_request(method text, url text, params jsonb, headers jsonb, body jsonb, timeout_milliseconds int)
-returns bigint language plpgsql set search_path = '' as $$
+returns bigint language plpgsql as $$
 declare
   request_id bigint;
   full_url   text := net._encode_url_with_params_array(url, array[]::text[]);
@@ -91,14 +93,14 @@ $$;
 
 create function net.http_get(url text, params jsonb default '{}', headers jsonb default '{}',
                              timeout_milliseconds int default 5000)
-returns bigint language sql set search_path = '' as $$
+returns bigint language sql as $$
   select net._queue_request('GET', url, params, headers, null, timeout_milliseconds);
 $$;
 
 create function net.http_post(url text, body jsonb default '{}', params jsonb default '{}',
                               headers jsonb default '{"Content-Type": "application/json"}',
                               timeout_milliseconds int default 5000)
-returns bigint language plpgsql set search_path = '' as $$
+returns bigint language plpgsql as $$
 declare
   content_type text := (select h.value from jsonb_each_text(coalesce(headers, '{}')) h
                          where lower(h.key) = 'content-type' limit 1);
@@ -114,11 +116,11 @@ $$;
 
 create function net.http_delete(url text, params jsonb default '{}', headers jsonb default '{}',
                                 timeout_milliseconds int default 5000, body jsonb default null)
-returns bigint language sql set search_path = '' as $$
+returns bigint language sql as $$
   select net._queue_request('DELETE', url, params, headers, body, timeout_milliseconds);
 $$;
 
-create function net._await_response(request_id bigint) returns boolean language plpgsql set search_path = '' as $$
+create function net._await_response(request_id bigint) returns boolean language plpgsql as $$
 begin
   while not exists (select from net._http_response r where r.id = request_id) loop
     perform pg_sleep(0.05);
@@ -128,7 +130,7 @@ end;
 $$;
 
 create function net._http_collect_response(request_id bigint, async boolean default true)
-returns net.http_response_result language plpgsql set search_path = '' as $$
+returns net.http_response_result language plpgsql as $$
 declare
   found_row net._http_response;
 begin

@@ -1,99 +1,130 @@
 // The pool of connections, and the one transaction that each request is.
 
-import postgres from "postgres";
-import { isConnectionLost, RestError } from "./errors.ts";
-
-export type Pool = ReturnType<typeof openPool>;
+import { RestError } from "./errors.ts";
+import { connect, type Connection, ConnectionLost, type Row, type Statement } from "./wire.ts";
 
 /** A request's transaction: settings first (the role among them), then one statement. */
-export interface Call {
-  readOnly: boolean;
+export interface Call extends Statement {
   settings: Record<string, string>;
-  text: string;
-  params: string[];
-  /** Looks at the result before the commit: what it throws rolls the transaction back. */
-  check?: (result: CallResult) => void;
+  /** Looks at the row before the commit: what it throws rolls the transaction back. */
+  check?: (row: Row) => void;
 }
 
-export interface CallResult {
-  body: string | null;
-  rows: number;
-  total: number | null;
-  inserted: number | null;
+export interface Pool {
+  /**
+   * Runs a call in its own transaction and returns its only row. `generation` numbers the states of the schema: a
+   * connection whose statements were prepared for an earlier one is replaced.
+   * Throws a RestError if there is no connection to be had, otherwise a DatabaseError or ConnectionLost.
+   */
+  run(call: Call, generation: number): Promise<Row>;
+  close(): void;
 }
 
-const same = (value: unknown) => value;
-
-/**
- * Opens a pool of connections to Postgres, as role authenticator. Nothing is connected until it is needed.
- * Parameters are sent as the text they are: Postgres reads each as the type the statement gives it.
- */
-export function openPool(databaseUrl: string) {
-  return postgres(databaseUrl, {
-    max: 16,
-    fetch_types: false,
-    connect_timeout: 5,
-    max_lifetime: null,
-    // Soon back after a restart of Postgres; a request is refused meanwhile, not queued.
-    backoff: (failures: number) => Math.min(0.05 * failures, 1),
-    onnotice: () => {},
-    // With nothing on the search path, whatever the schema cache reads from the catalog comes qualified.
-    connection: { application_name: "postgrest", search_path: '""' },
-    types: {
-      json: { to: 114, from: [114, 3802], serialize: same, parse: (text: string) => JSON.parse(text) },
-      boolean: { to: 16, from: [16], serialize: same, parse: (text: string) => text === "t" },
-      date: { to: 1184, from: [1082, 1114, 1184], serialize: same, parse: same },
-      bytea: { to: 17, from: [17], serialize: same, parse: same },
-    },
-  });
-}
-
+const maxConnections = 16;
+const acquireMs = 10_000;
 const applySettings = "select count(set_config(key, value, true)) from json_each_text($1::json)";
 
-/**
- * Runs a call in its own transaction and returns the statement's only row.
- * All of it goes out in one round trip (twice as fast as awaiting `begin`): Postgres answers a commit after an
- * error with a rollback. A connection found dead before it took `begin` is replaced by another.
- * Throws a RestError if there is no connection, or what Postgres raised.
- */
-export async function runCall(pool: Pool, call: Call): Promise<CallResult> {
-  for (let attempt = 1;; attempt++) {
-    const connection = await pool.reserve().catch((error: unknown) => {
+/** Opens a pool of up to 16 connections to Postgres, as role authenticator. It connects when it is needed. */
+export function openPool(databaseUrl: string): Pool {
+  const url = new URL(databaseUrl);
+  const idle: Connection[] = [];
+  const waiting: ((connection: Connection | null) => void)[] = [];
+  let open = 0;
+  let closed = false;
+
+  async function acquire(generation: number): Promise<Connection> {
+    let connection = idle.pop() ?? null;
+    if (!connection && open >= maxConnections) {
+      connection = await new Promise((resolve, reject) => {
+        const timer = setTimeout(() => {
+          waiting.splice(waiting.indexOf(take), 1);
+          reject(new RestError(504, "PGRST003", "Timed out acquiring connection from connection pool."));
+        }, acquireMs);
+        const take = (released: Connection | null) => {
+          clearTimeout(timer);
+          resolve(released);
+        };
+        waiting.push(take);
+      });
+    } else if (!connection) {
+      open += 1;
+    }
+    if (connection && connection.generation >= generation) return connection;
+    connection?.close();
+    try {
+      return await connect(url, generation);
+    } catch (error) {
+      leave();
       const reason = error instanceof Error ? error.message : String(error);
       throw new RestError(503, "PGRST000", "Database connection error. Retrying the connection.", reason);
+    }
+  }
+
+  // A place in the pool is free: whoever waits may connect.
+  function leave(): void {
+    const next = waiting.shift();
+    if (next) next(null);
+    else open -= 1;
+  }
+
+  function release(connection: Connection): void {
+    const next = waiting.shift();
+    if (next) return next(connection);
+    if (closed) return connection.close();
+    idle.push(connection);
+    connection.idle().then((lost) => {
+      const at = idle.indexOf(connection);
+      if (!lost || at < 0) return;
+      idle.splice(at, 1);
+      connection.close();
+      leave();
     });
-    const results = await Promise.allSettled([
-      connection.unsafe(call.readOnly ? "begin read only" : "begin"),
-      connection.unsafe(applySettings, [JSON.stringify(call.settings)], { prepare: true }),
-      connection.unsafe<CallResult[]>(call.text, call.params, { prepare: true }),
-      ...(call.check ? [] : [connection.unsafe("commit")]),
-    ]);
-    const failed = results.findIndex((result) => result.status === "rejected");
-    const failure = results[failed];
-    let problem: unknown = failure?.status === "rejected" ? failure.reason : null;
-    if (problem && isConnectionLost(problem)) {
-      // The pool drops a connection that closed: it must not be released into it again.
-      if (failed === 0 && attempt < 3) continue;
-      throw problem;
-    }
-    const row = results[2].status === "fulfilled" ? results[2].value[0] : undefined;
-    if (call.check) {
+  }
+
+  async function run(call: Call, generation: number): Promise<Row> {
+    const settings = { text: applySettings, params: [JSON.stringify(call.settings)] };
+    for (let attempt = 1;; attempt++) {
+      const connection = await acquire(generation);
       try {
-        if (row) call.check(row);
+        const row = await (call.check
+          ? runChecked(connection, settings, call, call.check)
+          : connection.run([settings, call]));
+        release(connection);
+        return row;
       } catch (error) {
-        problem = error;
-      }
-      const [end] = await Promise.allSettled([connection.unsafe(problem ? "rollback" : "commit")]);
-      if (end.status === "rejected") {
-        if (isConnectionLost(end.reason)) throw end.reason;
-        problem ??= end.reason;
+        if (!(error instanceof ConnectionLost)) {
+          release(connection);
+          throw error;
+        }
+        leave();
+        if (error.began || attempt === 3) throw error;
       }
     }
-    connection.release();
-    if (problem) throw problem;
-    if (!row) {
-      throw new RestError(500, "LOCAL500", "The statement gave no row; please report this.", call.text);
-    }
+  }
+
+  return {
+    run,
+    close() {
+      closed = true;
+      for (const connection of idle.splice(0)) connection.close();
+    },
+  };
+}
+
+async function runChecked(
+  connection: Connection,
+  settings: Statement,
+  call: Statement,
+  check: (row: Row) => void,
+): Promise<Row> {
+  const only = (text: string) => [{ text, params: [] }];
+  try {
+    const row = await connection.run([...only("begin"), settings, call]);
+    check(row);
+    await connection.run(only("commit"));
     return row;
+  } catch (error) {
+    if (!(error instanceof ConnectionLost)) await connection.run(only("rollback"));
+    throw error;
   }
 }

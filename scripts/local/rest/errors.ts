@@ -1,6 +1,6 @@
 // Errors as the hosted REST API (PostgREST 14) answers them: a status, and a body of code, message, details and hint.
 
-import postgres from "postgres";
+import { ConnectionLost, DatabaseError } from "./wire.ts";
 
 export class RestError extends Error {
   constructor(
@@ -26,28 +26,17 @@ export function notImplemented(what: string): RestError {
 }
 
 /**
- * Turns whatever a query threw into a RestError. `anonymous` decides between 401 and 403 for a missing privilege.
+ * Turns what a call to Postgres threw into a RestError. `anonymous` decides between 401 and 403 for a missing
+ * privilege. Anything else is a fault of ours, and is thrown again.
  */
 export function fromDatabase(error: unknown, anonymous: boolean): RestError {
   if (error instanceof RestError) return error;
-  if (error instanceof postgres.PostgresError) {
+  if (error instanceof DatabaseError) {
     const { code, message, detail, hint } = error;
-    return new RestError(
-      databaseStatus(code, message, anonymous),
-      code,
-      message,
-      detail ?? null,
-      hint ?? null,
-    );
+    return new RestError(databaseStatus(code, message, anonymous), code, message, detail, hint);
   }
-  const reason = error instanceof Error ? error.message : String(error);
-  return new RestError(503, "PGRST001", "Database client error. Retrying the connection.", reason);
-}
-
-/** Whether the error says that the connection to Postgres is gone, or was never made. */
-export function isConnectionLost(error: unknown): boolean {
-  return !(error instanceof postgres.PostgresError) || error.severity === "FATAL" ||
-    error.severity === "PANIC";
+  if (!(error instanceof ConnectionLost)) throw error;
+  return new RestError(503, "PGRST001", "Database client error. Retrying the connection.", error.message);
 }
 
 /** The answer that carries an error. */

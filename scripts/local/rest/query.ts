@@ -245,7 +245,7 @@ function parseCount(text: string): number | null {
 
 function looksLikeFilter(value: string): boolean {
   const operator = /^(?:not\.)?([a-z]+)(?:\([a-z]+\))?\./.exec(value)?.[1];
-  return operator !== undefined && operator in operators;
+  return operator !== undefined && Object.hasOwn(operators, operator);
 }
 
 function parseFilter(key: string, value: string): Filter {

@@ -2,22 +2,25 @@
 // body (JSON made by Postgres), rows, total (when counted) and inserted (by an upsert).
 
 import { type Condition, type Field, operators, type OrderTerm, type Query } from "./query.ts";
+import { type Payload } from "./request.ts";
 import { type Column, type Routine, type Table, takesBody } from "./schema.ts";
+import { type Row, type Statement } from "./wire.ts";
 
-export interface Statement {
-  text: string;
-  params: string[];
+export interface Result {
+  body: string | null;
+  rows: number;
+  total: number | null;
+  inserted: number | null;
+}
+
+/** Reads the row of any statement made here. */
+export function readResult([body, rows, total, inserted]: Row): Result {
+  const number = (text: string | null) => text === null ? null : Number(text);
+  return { body, rows: Number(rows), total: number(total), inserted: number(inserted) };
 }
 
 /** What the answer is to hold: all rows as an array, the only row, or nothing. */
 export type Shape = "array" | "single" | "none";
-
-/** A JSON body as it came, the keys that count, and whether it is one object or an array of them. */
-export interface Payload {
-  json: string;
-  keys: string[];
-  object: boolean;
-}
 
 /** Reads a table or view; `count` also counts the rows that match, whatever the limit. */
 export function readStatement(table: Table, query: Query, shape: Shape, count: boolean): Statement {
