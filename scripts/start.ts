@@ -12,15 +12,17 @@ for (const signal of ["SIGINT", "SIGTERM", "SIGHUP"] as const) {
 
 try {
   const stack = await startStack({ projectDir, ports: readPorts(), log: (line) => console.log(line) });
-  const state = { apiUrl: stack.apiUrl, databaseUrl: stack.databaseUrl, mailUrl: stack.mailUrl };
-  await Deno.writeTextFile(join(projectDir, ".local/stack.json"), JSON.stringify(state, null, 2) + "\n");
+  const { apiUrl, databaseUrl, dataDir, mailUrl, keys } = stack;
+  const state = JSON.stringify({ apiUrl, databaseUrl, dataDir, mailUrl }, null, 2);
+  await Deno.writeTextFile(join(projectDir, ".local/stack.json"), `${state}\n`);
   console.log(`
 ready
-  API              ${stack.apiUrl}
-  publishable key  ${stack.keys.publishableKey}
-  secret key       ${stack.keys.secretKey}
-  database         ${stack.databaseUrl}
-  mails            printed here, and listed at ${stack.mailUrl}/emails
+  API              ${apiUrl}
+  publishable key  ${keys.publishableKey}
+  secret key       ${keys.secretKey}
+  database         ${databaseUrl}
+  data             ${dataDir}
+  mails            printed here, and listed at ${mailUrl}/emails
 
 Send one from another terminal:
   npm run sql -- "select enqueue_job('send_email', '{\\"to\\":\\"a@example.com\\",\\"template\\":\\"welcome\\"}')"

@@ -41,10 +41,18 @@ export function portHint(name: keyof Ports): string {
   } to another port.`;
 }
 
-/** A port that nothing listens on now, for tests. */
+/**
+ * A port that nothing listens on now, for tests. Below the range that outgoing connections are given, or one of them could
+ * take it between now and its use.
+ */
 export function freePort(): number {
-  const listener = Deno.listen({ hostname: "127.0.0.1", port: 0 });
-  const { port } = listener.addr;
-  listener.close();
-  return port;
+  while (true) {
+    const port = 10_000 + Math.floor(Math.random() * 20_000);
+    try {
+      Deno.listen({ hostname: "127.0.0.1", port }).close();
+      return port;
+    } catch (error) {
+      if (!(error instanceof Deno.errors.AddrInUse)) throw error;
+    }
+  }
 }

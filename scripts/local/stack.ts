@@ -93,7 +93,14 @@ export async function startStack(options: {
   ports: Ports;
   log: (line: string) => void;
 }): Promise<
-  { apiUrl: string; databaseUrl: string; keys: LocalKeys; mailUrl: string; stop(): Promise<void> }
+  {
+    apiUrl: string;
+    databaseUrl: string;
+    dataDir: string;
+    mailUrl: string;
+    keys: LocalKeys;
+    stop(): Promise<void>;
+  }
 > {
   const { projectDir, ports, log } = options;
   assertPortFree(ports, "api");
@@ -109,6 +116,8 @@ export async function startStack(options: {
     for (const step of stops.splice(0).reverse()) await step();
   };
   try {
+    const outbox = startOutbox(ports.mail, log);
+    stops.push(() => outbox.stop());
     let hasMigrations = false;
     const database = await startPostgres({
       projectDir,
@@ -118,16 +127,7 @@ export async function startStack(options: {
       log: (line) => hasMigrations && !line.includes(" LOG: ") && log(`[postgres] ${line}`),
     });
     stops.push(() => database.stop());
-    const secrets = { project_url: apiUrl, cron_secret: cronSecret };
-    await pushMigrations(projectDir, database.url("postgres"), {
-      PROJECT_URL: apiUrl,
-      CRON_SECRET: cronSecret,
-    });
-    await setVaultSecrets(database.url("postgres"), secrets);
-    hasMigrations = true;
-    const outbox = startOutbox(ports.mail, log);
-    stops.push(() => outbox.stop());
-    const services = await startServices({
+    const startingServices = startServices({
       projectDir,
       apiPort: ports.api,
       databaseUrl: (user) => database.url(user),
@@ -144,8 +144,17 @@ export async function startStack(options: {
         return { ...mail, ...env };
       },
     });
-    stops.push(() => services.stop());
-    return { apiUrl, databaseUrl: database.url("postgres"), keys, mailUrl, stop };
+    stops.push(() => startingServices.then((services) => services.stop(), () => {}));
+    const migrating = pushMigrations(projectDir, database.url("postgres"), {
+      PROJECT_URL: apiUrl,
+      CRON_SECRET: cronSecret,
+    }).then(() =>
+      setVaultSecrets(database.url("postgres"), { project_url: apiUrl, cron_secret: cronSecret })
+    );
+    stops.push(() => migrating.catch(() => {})); // the CLI is not left behind
+    await Promise.all([startingServices, migrating]);
+    hasMigrations = true;
+    return { apiUrl, databaseUrl: database.url("postgres"), dataDir: database.dataDir, mailUrl, keys, stop };
   } catch (error) {
     await stop();
     throw error;

@@ -1,0 +1,98 @@
+import assert from "node:assert/strict";
+import { join } from "node:path";
+import { until } from "../support.ts";
+import { makeClone, processes } from "./clone.ts";
+
+const sendWelcome =
+  `npm run -s sql -- "select enqueue_job('send_email', '{\\"to\\":\\"a@example.com\\",\\"template\\":\\"welcome\\"}')"`;
+
+Deno.test("npm start, from a clone", async (t) => {
+  await using clone = await makeClone();
+  const migration = join(clone.dir, "supabase/migrations/20990101000000_broken.sql");
+  const drain = join(clone.dir, "supabase/functions/drain/index.ts");
+  const npmStart = "npm start --silent";
+
+  await t.step("says which port is taken, and how to choose another", async () => {
+    for (const variable of ["LOCAL_API_PORT", "LOCAL_DB_PORT", "LOCAL_MAIL_PORT"]) {
+      const taken = Deno.listen({ hostname: "127.0.0.1", port: 0 });
+      const { code, output } = await clone.run(npmStart, { [variable]: String(taken.addr.port) });
+      taken.close();
+      assert.equal(code, 1);
+      assert.match(output, new RegExp(`${taken.addr.port}.*taken.*${variable}`));
+    }
+  });
+
+  await t.step("prints ready, delivers a mail, and stops at Ctrl-C without a process left", async () => {
+    const start = await clone.start();
+    assert.equal((await clone.run(sendWelcome)).code, 0);
+    await until("the mail", () => start.output().includes("mail to a@example.com: Welcome, there"));
+    const { output } = await clone.run(`npm run -s sql -- "select status from jobs"`);
+    assert.match(output, /succeeded/);
+    await start.interrupt();
+    await until("every process to end", async () => (await processes(clone.dir)).length === 0);
+  });
+
+  await t.step("keeps what it made: secrets for the owner only, and the data", async () => {
+    for (const file of ["supabase/.env", "supabase/functions/.env", ".local/keys.json"]) {
+      const { mode } = await Deno.stat(join(clone.dir, file));
+      assert.equal((mode ?? 0) & 0o777, 0o600, file);
+    }
+    const start = await clone.start();
+    assert.match((await clone.run(`npm run -s sql -- "select count(*) from jobs"`)).output, /^1$/m);
+
+    Deno.kill(await start.supervisor(), "SIGKILL");
+    await until("functions and gateway to follow their killed parent", async () => {
+      const left = await processes(clone.dir);
+      return left.length === 0;
+    });
+  });
+
+  await t.step("starts again after kill -9, and goes on with a job", async (t) => {
+    const start = await clone.start();
+    await clone.run(sendWelcome);
+    await until("the mail", () => start.output().includes("mail to a@example.com"));
+
+    await t.step(
+      "reloads the functions when a file changes, and survives a change that does not compile",
+      async () => {
+        const source = await Deno.readTextFile(drain);
+        await Deno.writeTextFile(drain, source + "\nconst x = ;\n");
+        await until("the error", () => start.output().includes("The function drain does not start"));
+        await Deno.writeTextFile(drain, source);
+        await until("the drain to answer again", async () => {
+          const answer = await fetch(`http://127.0.0.1:${clone.env.LOCAL_API_PORT}/functions/v1/drain`);
+          await answer.body?.cancel();
+          return answer.status === 401;
+        });
+      },
+    );
+    await start.interrupt();
+  });
+
+  await t.step("names the file, the line and Postgres's message when a migration fails", async () => {
+    await Deno.writeTextFile(
+      migration,
+      "create table a (id int);\n\ncreate table b (\n  id nosuchtype\n);\n",
+    );
+    const wrongType = await clone.run(npmStart);
+    assert.equal(wrongType.code, 1);
+    assert.match(wrongType.output, /20990101000000_broken\.sql:4: ERROR: type "nosuchtype" does not exist/);
+
+    await Deno.writeTextFile(
+      migration,
+      "select 1;\n-- why\ndo $$ begin\n  raise exception 'oops';\nend $$;\n",
+    );
+    const raised = await clone.run(npmStart);
+    assert.equal(raised.code, 1);
+    assert.match(raised.output, /20990101000000_broken\.sql:3: ERROR: oops/);
+    await Deno.remove(migration);
+  });
+
+  await t.step("shows what the compiler says about a function that does not compile", async () => {
+    await Deno.writeTextFile(drain, "\nconst x = ;\n", { append: true });
+    const { code, output } = await clone.run(npmStart);
+    assert.equal(code, 1);
+    assert.match(output, /The function drain does not start:[\s\S]*drain\/index\.ts/);
+    assert.deepEqual(await processes(clone.dir), []);
+  });
+});
