@@ -1,4 +1,5 @@
 import { join } from "node:path";
+import { endProcess, readLines } from "./process.ts";
 
 export interface LocalFunctions {
   /** Unix socket by function name, for the gateway. */
@@ -19,7 +20,6 @@ interface RunOptions {
 }
 
 const START_MS = 30_000;
-const STOP_MS = 7_000;
 /** A function that ends by itself is started again after this, doubled each time up to five seconds. */
 const RESTART_MS = 100;
 
@@ -138,33 +138,4 @@ export async function runFunctions(options: RunOptions): Promise<LocalFunctions>
   }
   if (options.watch) reloadOnChange();
   return { sockets, pid: (name) => running.get(name)?.pid, stop };
-}
-
-/** SIGTERM, and SIGKILL to what is still there after seven seconds. */
-export async function endProcess(child: Deno.ChildProcess): Promise<void> {
-  const signal = (name: Deno.Signal) => {
-    try {
-      child.kill(name);
-    } catch {
-      // It has ended.
-    }
-  };
-  const timer = setTimeout(() => signal("SIGKILL"), STOP_MS);
-  signal("SIGTERM");
-  await child.status;
-  clearTimeout(timer);
-}
-
-/** Calls `onLine` for each line of a process's output, until it ends. */
-export async function readLines(
-  stream: ReadableStream<Uint8Array>,
-  onLine: (line: string) => void,
-): Promise<void> {
-  let rest = "";
-  for await (const text of stream.pipeThrough(new TextDecoderStream())) {
-    const lines = (rest + text).split("\n");
-    rest = lines.pop() ?? "";
-    lines.forEach(onLine);
-  }
-  if (rest) onLine(rest);
 }

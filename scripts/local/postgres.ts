@@ -13,6 +13,7 @@ import {
   prepareBinaries,
   removeIfThere,
 } from "./binaries.ts";
+import { readLines } from "./process.ts";
 
 export interface LocalPostgres {
   port: number;
@@ -245,16 +246,6 @@ function spawn(
     return status;
   });
   return { pid: child.pid, exited, lastLines };
-}
-
-async function readLines(stream: ReadableStream<Uint8Array>, onLine: (line: string) => void): Promise<void> {
-  let rest = "";
-  for await (const text of stream.pipeThrough(new TextDecoderStream())) {
-    const lines = (rest + text).split("\n");
-    rest = lines.pop() ?? "";
-    lines.forEach(onLine);
-  }
-  if (rest) onLine(rest);
 }
 
 /** Connects until the server answers, and runs bootstrap.sql unless it has been run: it leaves all or nothing. */

@@ -1,13 +1,14 @@
 import postgres from "postgres";
 import { join } from "node:path";
 import { readEnv, setup } from "../setup.ts";
-import { endProcess, type LocalFunctions, readLines, runFunctions } from "./functions.ts";
+import { type LocalFunctions, runFunctions } from "./functions.ts";
 import type { GatewayOptions, LocalKeys } from "./gateway.ts";
 import { localKeys } from "./keys.ts";
 import { pushMigrations } from "./migrations.ts";
 import { startOutbox } from "./outbox.ts";
 import { assertPortFree, portHint, type Ports } from "./ports.ts";
 import { startPostgres } from "./postgres.ts";
+import { endProcess, readLines } from "./process.ts";
 
 export const functionNames = ["job-worker", "webhook-inbox", "drain"];
 
