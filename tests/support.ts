@@ -1,5 +1,6 @@
 import postgres from "postgres";
 import { join } from "node:path";
+import { runFunctions } from "../scripts/local/functions.ts";
 import type { LocalKeys } from "../scripts/local/gateway.ts";
 import { makeKeys } from "../scripts/local/keys.ts";
 import { freePort } from "../scripts/local/ports.ts";
@@ -78,14 +79,26 @@ export interface TestStack extends AsyncDisposable {
   call(name: string, body?: unknown, headers?: HeadersInit): Promise<Response>;
 }
 
+export interface StackOptions {
+  /** The functions' variables beside CRON_SECRET; read anew when a function is started again. */
+  env?: Record<string, string>;
+  /** False: Vault has no secrets, so that only the test itself starts a worker. */
+  dispatch?: boolean;
+  /** The folder whose kinds and handlers are used; tests/app unless given. */
+  app?: string;
+  /** Changes the copy of the app before anything starts. */
+  prepare?: (appDir: string) => Promise<void>;
+}
+
 /** The whole stack but Postgres, on free ports, for one test file: gateway, players and functions with the kinds of tests/app. */
 export async function startTestStack(
-  options: { env?: Record<string, string>; dispatch?: boolean } = {},
+  options: StackOptions = {},
 ): Promise<TestStack> {
   const db = await createDatabase();
   const apiPort = freePort();
   const keys = await makeKeys();
-  const appDir = await makeApp();
+  const appDir = await makeApp(options.app);
+  await options.prepare?.(appDir);
   const lines: string[] = [];
   if (options.dispatch !== false) {
     await setVaultSecrets(db.url("postgres"), {
@@ -93,6 +106,9 @@ export async function startTestStack(
       cron_secret: cronSecret,
     });
   }
+  // cron.job names the database that it was made in, which is the template.
+  await db.sql`select disable_dispatch()`;
+  await db.sql`select enable_dispatch()`;
   const services = await startServices({
     projectDir: appDir,
     apiPort,
@@ -124,12 +140,45 @@ export async function startTestStack(
   };
 }
 
-/** A copy of the supabase folder in a temporary project, with tests/app as its _app. Returns the project's folder. */
-export async function makeApp(): Promise<string> {
+export interface TestFunction extends AsyncDisposable {
+  /** Calls it with a path below its name. */
+  fetch(path: string, init?: RequestInit): Promise<Response>;
+  /** The unix socket where it listens. */
+  socket: string;
+  lines: string[];
+}
+
+/** One function by itself, without gateway or database. */
+export async function startFunction(name: string, env: Record<string, string>): Promise<TestFunction> {
+  const appDir = await makeApp();
+  const lines: string[] = [];
+  const functions = await runFunctions({
+    projectDir: appDir,
+    names: [name],
+    env: () => Promise.resolve(env),
+    watch: false,
+    log: (line) => lines.push(line),
+  });
+  const socket = functions.sockets[name] ?? "";
+  const client = Deno.createHttpClient({ proxy: { transport: "unix", path: socket }, poolMaxIdlePerHost: 0 });
+  return {
+    socket,
+    fetch: (path, init = {}) => fetch(`http://localhost/${name}${path}`, { client, ...init }),
+    lines,
+    async [Symbol.asyncDispose]() {
+      client.close();
+      await functions.stop();
+      await Deno.remove(appDir, { recursive: true });
+    },
+  };
+}
+
+/** A copy of the supabase folder in a temporary project, with tests/app (or `app`) as its _app. Returns the project's folder. */
+export async function makeApp(app = "tests/app"): Promise<string> {
   const dir = await Deno.makeTempDir({ prefix: "nightshift-app-" });
   await copyTree(join(projectDir, "supabase"), join(dir, "supabase"));
   await Deno.remove(join(dir, "supabase/functions/_app"), { recursive: true });
-  await copyTree(join(projectDir, "tests/app"), join(dir, "supabase/functions/_app"));
+  await copyTree(join(projectDir, app), join(dir, "supabase/functions/_app"));
   return dir;
 }
 
@@ -145,9 +194,9 @@ async function copyTree(from: string, to: string): Promise<void> {
 /** Waits until `condition` gives something truthy, and gives it back. Throws naming `what` after `timeoutMs`. */
 export async function until<T>(
   what: string,
-  condition: () => Promise<T> | T,
+  condition: () => Promise<T | false | null | undefined> | T | false | null | undefined,
   timeoutMs = 15_000,
-): Promise<NonNullable<T>> {
+): Promise<T> {
   for (const deadline = performance.now() + timeoutMs;;) {
     const value = await condition();
     if (value) return value;

@@ -309,12 +309,13 @@ async function waitForSocket(path: string, signal: AbortSignal): Promise<boolean
 }
 
 if (import.meta.main) {
+  // Ctrl-C in a terminal reaches every process of the stack: it is the parent that ends them, in order.
+  Deno.addSignalListener("SIGINT", () => {});
   const options: GatewayOptions = JSON.parse(Deno.env.get("LOCAL_GATEWAY") ?? "{}");
   const gateway = await startGateway({ ...options, log: (line) => console.error(line) });
   console.log(`listening ${gateway.port}`);
   const end = Promise.withResolvers<void>();
   Deno.addSignalListener("SIGTERM", end.resolve);
-  Deno.addSignalListener("SIGINT", end.resolve);
   // The parent holds the other end of stdin: when it is gone, so is the reason to run.
   Deno.stdin.readable.pipeTo(new WritableStream()).then(end.resolve, end.resolve);
   await end.promise;

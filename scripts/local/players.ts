@@ -15,7 +15,8 @@ if (!url) {
 const stopping = new AbortController();
 const stop = () => stopping.abort();
 Deno.addSignalListener("SIGTERM", stop);
-Deno.addSignalListener("SIGINT", stop);
+// Ctrl-C in a terminal reaches every process of the stack: it is the parent that ends them, in order.
+Deno.addSignalListener("SIGINT", () => {});
 (async () => {
   for await (const _ of Deno.stdin.readable); // nothing is ever sent
   stop();

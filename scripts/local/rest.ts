@@ -2,7 +2,7 @@
 // statuses, errors and settings. What it does not do it answers with 501.
 
 import postgres from "postgres";
-import { openPool } from "./rest/database.ts";
+import { openPool, type Result, type Statement } from "./rest/database.ts";
 import { errorResponse, fromDatabase, RestError } from "./rest/errors.ts";
 import { type Query } from "./rest/query.ts";
 import {
@@ -18,13 +18,10 @@ import {
   callStatement,
   deleteStatement,
   insertStatement,
-  readResult,
   readStatement,
-  type Result,
   type Shape,
   updateStatement,
 } from "./rest/sql.ts";
-import { type Row, type Statement } from "./rest/wire.ts";
 
 export interface Rest {
   handle(request: RestRequest): Promise<Response>;
@@ -71,8 +68,7 @@ export function openRest(databaseUrl: string): Rest {
     if ("response" in plan) return plan.response;
     const { statement, readOnly, check, respond } = plan;
     const settings = { ...settingsFor(request, schema, readOnly), ...plan.settings };
-    const call = { ...statement, settings, check: check && ((row: Row) => check(readResult(row))) };
-    return respond(readResult(await pool.run(call, schema.generation)));
+    return respond(await pool.run({ ...statement, settings, check }, schema.generation));
   }
 
   return {
@@ -87,8 +83,7 @@ export function openRest(databaseUrl: string): Rest {
       }
     },
     async stop() {
-      pool.close();
-      await listener.end({ timeout: 1 });
+      await Promise.all([pool.close(), listener.end({ timeout: 1 })]);
     },
   };
 }

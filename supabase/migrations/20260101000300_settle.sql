@@ -182,7 +182,7 @@ as $$
     )) as failures
     from (
       select j.id, j.lease_token, j.locked_by, j.lease_expires_at from public.jobs j
-      where j.status = 'running' and j.lease_expires_at < clock_timestamp()
+      where j.status = 'running' and j.lease_expires_at < (select clock_timestamp())
       order by j.lease_expires_at
       limit greatest(1, least(rescue_expired_jobs.max_jobs, 10000))
       for no key update skip locked

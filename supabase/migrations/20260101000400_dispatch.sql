@@ -63,6 +63,8 @@ begin
   into url, cron_secret
   from vault.decrypted_secrets s
   where s.name in ('project_url', 'cron_secret');
+  -- While the secret is being rotated there are two; either opens the door.
+  cron_secret := btrim(split_part(cron_secret, ',', 1), E' \t\r\n');
   wrong := case
     when url is null then 'project_url is not in Vault'
     when url !~ '^https?://[^/]' then 'project_url in Vault does not start with http:// or https://'
@@ -74,8 +76,6 @@ begin
       using errcode = '55000', hint = 'select * from job_dispatch_health() says what to do.';
   end if;
   url := rtrim(url, '/') || '/functions/v1/job-worker';
-  -- While the secret is being rotated there are two; either opens the door.
-  cron_secret := split_part(cron_secret, ',', 1);
 end $$;
 
 -- Queues one poke; a wake only if none is queued.
@@ -155,7 +155,8 @@ begin
     at_priority := head.priority;
     select count(*) into ready from (
       select from public.jobs j
-      where j.status = 'pending' and j.kind = at_kind and j.priority = at_priority and j.available_at <= clock_timestamp()
+      where j.status = 'pending' and j.kind = at_kind and j.priority = at_priority
+        and j.available_at <= (select clock_timestamp())
       limit count_ready_jobs.max_jobs - total
     ) r;
     total := total + ready;
@@ -172,10 +173,11 @@ security definer
 set search_path = ''
 as $$
 declare
+  endpoint record;
   wanted int;
   at_work int;
 begin
-  perform private.worker_endpoint();
+  select * into endpoint from private.worker_endpoint();
   perform public.rescue_expired_jobs();
   delete from private.awake_workers w where w.awake_until < clock_timestamp() - interval '1 minute';
   delete from private.pokes p where p.poked_at < clock_timestamp() - interval '6 hours';
@@ -186,6 +188,8 @@ begin
       union
       select w.worker from private.awake_workers w where w.awake_until > clock_timestamp()
     ) w;
+    -- A poke that is still queued is a worker to come: while pg_net sends nothing they must not pile up.
+    at_work := at_work + (select count(*) from net.http_request_queue q where q.url = endpoint.url);
     for i in 1 .. wanted - at_work loop
       perform private.poke('tick');
     end loop;
@@ -268,7 +272,9 @@ begin
   todo := case when not ok then
     'Run select vault.create_secret(''https://<ref>.supabase.co'', ''project_url''), or vault.update_secret where it exists.' end;
   return next;
-  item := 'cron_secret'; ok := coalesce(length(secrets ->> 'cron_secret') >= 32, false);
+  item := 'cron_secret'; ok := coalesce(
+    length(btrim(split_part(secrets ->> 'cron_secret', ',', 1), E' \t\r\n')) >= 32, false
+  );
   detail := case when secrets ->> 'cron_secret' is null then 'not in Vault'
     when ok then 'in Vault' else 'in Vault, but shorter than 32 characters' end;
   todo := case when not ok then

@@ -1,16 +1,25 @@
 import { type Handlers, PermanentError, RetryAfterError } from "../_shared/jobs.ts";
 
-const append = (file: string, line: string) => Deno.writeTextFile(file, `${line}\n`, { append: true });
+/** At once, so that the lines stand in the order in which the handlers were entered. */
+const append = (file: string, line: string) => Deno.writeTextFileSync(file, `${line}\n`, { append: true });
 
 const untilAborted = (signal: AbortSignal) =>
   new Promise<void>((resolve) => signal.addEventListener("abort", () => resolve(), { once: true }));
 
+const pause = (ms: number) => new Promise((resolve) => setTimeout(resolve, ms));
+
 export const handlers: Handlers = {
   echo: (payload) => payload,
+  describe: ({ amount }, { signal, ...job }) => ({ ...job, amount, aborted: signal.aborted }),
   async append({ file, ms }, job) {
-    await append(file, job.id);
-    await new Promise((resolve) => setTimeout(resolve, ms));
-    return { attempt: job.attempts };
+    const from = performance.now();
+    append(file, job.id);
+    await pause(ms);
+    return { from, to: performance.now() };
+  },
+  async wait_for_gate({ file }, job) {
+    append(file, job.id);
+    while (!await Deno.stat(`${file}.gate`).then(() => true, () => false)) await pause(10);
   },
   fail({ how, message }) {
     if (how === "permanent") throw new PermanentError(message);
@@ -19,18 +28,19 @@ export const handlers: Handlers = {
   },
   async hang({ file }, job) {
     await untilAborted(job.signal);
-    await append(file, `${job.id} aborted`);
+    append(file, `${job.id} aborted`);
     return await new Promise(() => {});
   },
   async wait_for_signal({ file }, job) {
-    await append(file, job.id);
+    append(file, job.id);
     await untilAborted(job.signal);
-    await append(file, `${job.id} aborted`);
+    append(file, `${job.id} aborted`);
     return "too late";
   },
   unstorable({ what }) {
     if (what === "bigint") return 1n;
     if (what === "nul") return "a\u0000b";
+    if (what === "surrogate") return "a\ud800b";
     const circular: Record<string, unknown> = {};
     circular.self = circular;
     return circular;

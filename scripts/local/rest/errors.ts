@@ -1,6 +1,6 @@
 // Errors as the hosted REST API (PostgREST 14) answers them: a status, and a body of code, message, details and hint.
 
-import { ConnectionLost, DatabaseError } from "./wire.ts";
+import postgres from "postgres";
 
 export class RestError extends Error {
   constructor(
@@ -31,12 +31,9 @@ export function notImplemented(what: string): RestError {
  */
 export function fromDatabase(error: unknown, anonymous: boolean): RestError {
   if (error instanceof RestError) return error;
-  if (error instanceof DatabaseError) {
-    const { code, message, detail, hint } = error;
-    return new RestError(databaseStatus(code, message, anonymous), code, message, detail, hint);
-  }
-  if (!(error instanceof ConnectionLost)) throw error;
-  return new RestError(503, "PGRST001", "Database client error. Retrying the connection.", error.message);
+  if (!(error instanceof postgres.PostgresError)) throw error;
+  const { code, message, detail, hint } = error;
+  return new RestError(databaseStatus(code, message, anonymous), code, message, detail, hint);
 }
 
 /** The answer that carries an error. */

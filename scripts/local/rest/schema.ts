@@ -75,7 +75,7 @@ export function createSchemaCache(pool: Pool): SchemaCache {
     try {
       // With nothing on the search path, names come qualified.
       const call = { settings: { search_path: "" }, text: schemaQuery, params: [] };
-      const [found] = await pool.run(call, 0);
+      const { body: found } = await pool.run(call, 0);
       schema = schema && found === json
         ? { ...schema, since }
         : readSchema(found ?? "{}", since, (schema?.generation ?? 0) + 1);
@@ -202,8 +202,10 @@ const rolesQuery = `
     group by rolname
   ) r`;
 
-const schemaQuery =
-  `select json_build_object('routines', (${routinesQuery}), 'tables', (${tablesQuery}), 'roles', (${rolesQuery}))`;
+const schemaQuery = `
+  select json_build_object('routines', (${routinesQuery}), 'tables', (${tablesQuery}), 'roles', (${rolesQuery}))::text
+      as body,
+    1 as rows, null::int as total, null::int as inserted`;
 
 /**
  * The function that a call with these argument names means. Throws a RestError: PGRST202 (404) if there is none,

@@ -1,23 +1,10 @@
 // Builds the one statement of a request. Names are quoted, values are always parameters; the result is one row:
 // body (JSON made by Postgres), rows, total (when counted) and inserted (by an upsert).
 
+import { type Statement } from "./database.ts";
 import { type Condition, type Field, operators, type OrderTerm, type Query } from "./query.ts";
 import { type Payload } from "./request.ts";
 import { type Column, type Routine, type Table, takesBody } from "./schema.ts";
-import { type Row, type Statement } from "./wire.ts";
-
-export interface Result {
-  body: string | null;
-  rows: number;
-  total: number | null;
-  inserted: number | null;
-}
-
-/** Reads the row of any statement made here. */
-export function readResult([body, rows, total, inserted]: Row): Result {
-  const number = (text: string | null) => text === null ? null : Number(text);
-  return { body, rows: Number(rows), total: number(total), inserted: number(inserted) };
-}
 
 /** What the answer is to hold: all rows as an array, the only row, or nothing. */
 export type Shape = "array" | "single" | "none";

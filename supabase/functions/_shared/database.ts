@@ -20,8 +20,13 @@ export function serviceClient(): SupabaseClient {
  */
 export async function callDatabase(name: string, args: Record<string, unknown>): Promise<unknown> {
   const { data, error } = await serviceClient().rpc(name, args).abortSignal(AbortSignal.timeout(10_000));
+  if (error?.code) {
+    // Class 22 is about a value, and its details say what is wrong with it. Others may quote a whole row.
+    const why = error.code.startsWith("22") && error.details ? `: ${error.details}` : "";
+    throw new JobError(error.code, error.message + why, error.hint || undefined);
+  }
   if (error) {
-    throw error.code ? new JobError(error.code, error.message, error.hint || undefined) : new JobError(
+    throw new JobError(
       "unreachable",
       `${name}: ${error.message}`,
       "Check SUPABASE_URL and the database's API.",

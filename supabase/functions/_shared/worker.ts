@@ -48,7 +48,7 @@ export type JobStatus = "succeeded" | "pending" | "dead" | "released" | "lost";
 
 export interface WorkReport {
   results: { id: string; kind: string; status: JobStatus }[];
-  /** Ended by lifetime, cap or signal while jobs were ready. */
+  /** Ended by lifetime, cap or signal while jobs were ready, or were expected by a worker that lingers. */
   backlog: boolean;
 }
 
@@ -60,6 +60,8 @@ interface Held {
   leaseEndsAt: number;
   /** Why the handler was stopped, when it was not the handler's own doing. */
   stopped?: "timeout" | "lost" | "released";
+  /** Only its settling is left: no heartbeat extends it, so that one that cannot be settled is given up with its lease. */
+  ended?: true;
 }
 
 type Outcome = { completed: unknown } | { failed: Omit<Failure, "id" | "leaseToken"> } | {
@@ -137,14 +139,15 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
     while (true) {
       if (signal?.aborted || claimed >= maxJobs) return full;
       const kinds = kindsThatFit();
+      const lingers = linger && performance.now() - lastWork < LINGER_MS;
       takesAll = kinds === undefined;
-      if (kinds?.length === 0) return full;
+      // While its promise stands nobody pokes, so a successor takes over; but not from one that had nothing to do.
+      if (kinds?.length === 0) return full || (lingers && claimed > 0);
       if (running >= slots) {
         await bell.wait();
         continue;
       }
 
-      const lingers = linger && performance.now() - lastWork < LINGER_MS;
       const room = Math.min(slots - running, maxJobs - claimed);
       const calledAt = performance.now();
       let jobs: ClaimedJob[];
@@ -206,6 +209,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
     held.add(entry);
     running++;
     const outcome = await attempt(app, entry);
+    entry.ended = true;
     running--;
     bell.ring();
     settler.settle(entry, outcome);
@@ -228,8 +232,9 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
 /** One run of one handler, from payload to outcome. Never throws. */
 async function attempt(app: App, entry: Held): Promise<Outcome> {
   const { job, controller } = entry;
-  const kind = app.kinds[job.kind];
-  const handler = app.handlers[job.kind];
+  // A kind may be called as something that every object inherits, such as "constructor".
+  const kind = Object.hasOwn(app.kinds, job.kind) ? app.kinds[job.kind] : undefined;
+  const handler = Object.hasOwn(app.handlers, job.kind) ? app.handlers[job.kind] : undefined;
   if (!kind || !handler) return { failed: { error: `unknown_kind: ${job.kind}`, permanent: true } };
   const timeoutMs = settings?.get(job.kind) ?? 45_000;
   const timer = setTimeout(() => stop(entry, "timeout"), timeoutMs);
@@ -255,7 +260,8 @@ async function attempt(app: App, entry: Held): Promise<Outcome> {
     });
     // The schema gave the payload its handler's type; the map over all kinds has lost which is which.
     const result = await Promise.race([(handler as Handler<unknown>)(parsed.data, described), stopped]);
-    return { completed: result };
+    const unstorable = whyNotJson(result);
+    return unstorable ? { failed: { error: unstorable } } : { completed: result };
   } catch (error) {
     if (entry.stopped === "timeout") {
       return { failed: { error: `handler_timeout: the handler was still running after ${timeoutMs} ms` } };
@@ -273,6 +279,17 @@ async function attempt(app: App, entry: Held): Promise<Outcome> {
   }
 }
 
+/** What is wrong with a result that JSON cannot hold: inside the settle call it would look like a failure of the network. */
+function whyNotJson(result: unknown): string | undefined {
+  try {
+    JSON.stringify(result);
+  } catch (error) {
+    return cannotStore(error);
+  }
+}
+
+const cannotStore = (error: unknown) => `the result cannot be stored: ${errorText(error)}`;
+
 /** Where and why a payload does not fit its schema. */
 export function describeIssue(issue: { path: PropertyKey[]; message: string } | undefined): string {
   if (!issue) return "(payload): does not fit its schema";
@@ -287,7 +304,7 @@ function stop(entry: Held, why: NonNullable<Held["stopped"]>): void {
 
 /** One heartbeat for all leases. A handler whose lease is lost is stopped. */
 async function extendLeases(held: Set<Held>): Promise<void> {
-  const entries = [...held];
+  const entries = [...held].filter((entry) => !entry.ended);
   if (entries.length === 0) return;
   const calledAt = performance.now();
   try {
@@ -359,7 +376,7 @@ function createSettler(held: Set<Held>, results: WorkReport["results"]) {
         for (const one of batch) await complete([one]);
         return;
       }
-      const failed = { error: `the result cannot be stored: ${errorText(error)}` };
+      const failed = { error: cannotStore(error) };
       await fail(batch.map(({ entry }) => ({ entry, failed })));
     }
   }
@@ -421,7 +438,7 @@ async function repeatWhileHeld<T>(batch: { entry: Held }[], call: () => Promise<
       return await call();
     } catch (error) {
       // An error of class 22 or 23 is about the values: it would be the same next time.
-      const hopeless = error instanceof TypeError || error instanceof JobError && /^2[23]/.test(error.code);
+      const hopeless = error instanceof JobError && /^2[23]/.test(error.code);
       if (hopeless || batch.every(({ entry }) => performance.now() >= entry.leaseEndsAt)) throw error;
       log("error", "settle_repeated", { error: errorText(error) });
       await new Promise((resolve) => setTimeout(resolve, delayMs));

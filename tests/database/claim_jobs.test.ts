@@ -1,0 +1,254 @@
+import assert from "node:assert/strict";
+import { createDatabase } from "../support.ts";
+import { type Claim, claim, cost, enqueue, job, only, openTransaction, rowText } from "./queue.ts";
+
+Deno.test("a claimed job is leased to the worker, and the attempt is counted", async () => {
+  await using db = await createDatabase();
+  const { id } = only(await db.sql`select enqueue_job('test', '{"n": 1}', context => '{"user": 5}') as id`);
+  const claimed = only(await db.sql`select * from claim_jobs('worker 1', 1, 90)`);
+  const row = await job(db.sql, id);
+  assert.deepEqual({ ...claimed }, {
+    id,
+    kind: "test",
+    payload: { n: 1 },
+    attempts: 1,
+    max_attempts: 5,
+    lease_token: 1,
+    context: { user: 5 },
+    created_at: row.created_at,
+    lease_expires_at: row.lease_expires_at,
+  });
+  assert.deepEqual([row.status, row.attempts, row.lease_token, row.locked_by], ["running", 1, 1, "worker 1"]);
+  assert.equal(Math.round((row.lease_expires_at - row.locked_at) / 1000), 90);
+  assert.deepEqual(await claim(db.sql), []);
+});
+
+Deno.test("max_attempts is the job's own, else its kind's, else 5", async () => {
+  await using db = await createDatabase();
+  await db.sql`insert into job_kinds (kind, max_attempts) values ('known', 8)`;
+  await db.sql`insert into jobs (kind, max_attempts) values ('known', 2), ('known', null), ('unknown', null)`;
+  const claimed = await claim(db.sql);
+  assert.deepEqual(claimed.map(({ kind, max_attempts }) => `${kind} ${max_attempts}`).sort(), [
+    "known 2",
+    "known 8",
+    "unknown 5",
+  ]);
+});
+
+Deno.test("8 workers and 5,000 jobs: each is claimed exactly once and completed once", async () => {
+  await using db = await createDatabase();
+  await db.sql`insert into jobs (kind) select 'kind_' || n % 3 from generate_series(1, 5000) n`;
+  const claimed: string[] = [];
+  const completed: string[] = [];
+  const work = async (worker: string) => {
+    for (;;) {
+      const jobs = await claim(db.sql, 20, worker);
+      if (jobs.length === 0) return;
+      claimed.push(...jobs.map(({ id }) => id));
+      const done = await db.sql`
+        select complete_jobs(${db.sql.json(jobs.map(({ id, lease_token }) => ({ id, lease_token })))}) as id`;
+      completed.push(...done.map(({ id }) => id));
+    }
+  };
+  await Promise.all(Array.from({ length: 8 }, (_, i) => work(`worker ${i}`)));
+  assert.deepEqual([claimed.length, new Set(claimed).size], [5000, 5000]);
+  assert.deepEqual([completed.length, new Set(completed).size], [5000, 5000]);
+  const outcomes = await db.sql`select status, attempts, count(*)::int as n from jobs group by 1, 2`;
+  assert.deepEqual(outcomes.map((row) => ({ ...row })), [{ status: "succeeded", attempts: 1, n: 5000 }]);
+});
+
+Deno.test("jobs of one kind and priority come in the order enqueued, those of a batch in the order given", async () => {
+  await using db = await createDatabase();
+  await db.sql`insert into jobs (kind, payload) select 'test', to_jsonb(n) from generate_series(1, 1000) n`;
+  await db.sql`select enqueue_job('test', '1001')`;
+  await db.sql`insert into jobs (kind, payload) values ('test', '1002'), ('test', '1003')`;
+  const order: unknown[] = [];
+  while (order.length < 1003) {
+    const jobs = await db.sql`select payload from claim_jobs('w', 70)`;
+    assert.ok(jobs.length > 0);
+    order.push(...jobs.map(({ payload }) => payload));
+  }
+  assert.deepEqual(order, Array.from({ length: 1003 }, (_, i) => i + 1));
+});
+
+Deno.test("kinds take turns: 10,000 jobs of one kind do not keep another's first job out of a claim", async () => {
+  await using db = await createDatabase();
+  await db.sql`insert into jobs (kind, priority) select 'bulk', 100 from generate_series(1, 10000)`;
+  await db.sql`insert into jobs (kind, priority) select 'some', 0 from generate_series(1, 10)`;
+  await enqueue(db.sql, "rare");
+  const kinds = (await claim(db.sql, 10)).map(({ kind }) => kind);
+  const count = (kind: string) => kinds.filter((each) => each === kind).length;
+  assert.equal(kinds.length, 10, "what a kind leaves of its share goes to the others");
+  assert.equal(count("rare"), 1);
+  assert.ok(count("some") >= 3 && count("bulk") >= 3, kinds.join());
+});
+
+Deno.test("with more kinds than one claim looks at, each gets its turn, after a crash too", async () => {
+  await using db = await createDatabase();
+  const fill = () =>
+    db.sql`insert into jobs (kind) select 'kind_' || lpad(k::text, 2, '0')
+      from generate_series(1, 20), generate_series(1, 80) k`;
+  const kindsOfThreeClaims = async () => {
+    const kinds = new Set<string>();
+    for (let i = 0; i < 3; i++) (await claim(db.sql, 32)).forEach(({ kind }) => kinds.add(kind));
+    return kinds.size;
+  };
+  await fill();
+  assert.equal(await kindsOfThreeClaims(), 80);
+  await db.sql`truncate private.turn, private.awake_workers`; // as a crash does with unlogged tables
+  assert.equal(await kindsOfThreeClaims(), 80);
+});
+
+Deno.test("the higher priority goes first, but one pick in ten starts from the lowest", async () => {
+  await using db = await createDatabase();
+  await db.sql`
+    insert into jobs (kind, priority) select 'test', p from unnest(array[-100, 0, 100]) p, generate_series(1, 400)`;
+  const sql = db.connect("postgres", { max: 1 });
+  await sql`select setseed(0.42)`;
+  const picks: number[] = [];
+  for (let i = 0; i < 400; i++) {
+    const { id } = only(await claim(sql, 1));
+    picks.push((await job(sql, id)).priority);
+  }
+  const lowest = picks.filter((priority) => priority === -100).length;
+  assert.ok(lowest >= 15 && lowest <= 75, `${lowest} of 400 picks were of the lowest priority`);
+  assert.equal(picks.filter((priority) => priority === 0).length, 0);
+});
+
+Deno.test("what a claim gives is in the order in which it is to start", async () => {
+  await using db = await createDatabase();
+  await db.sql`insert into jobs (kind, priority, payload) values
+    ('a', 0, '3'), ('a', 5, '1'), ('b', 0, '4'), ('b', 5, '2')`;
+  const jobs = await db.sql`select payload from claim_jobs('w')`;
+  assert.deepEqual(jobs.map(({ payload }) => payload), [1, 2, 3, 4]);
+});
+
+Deno.test("a delayed job is not claimed before its time, and holds no other up", async () => {
+  await using db = await createDatabase();
+  const delayed = only(await db.sql`select enqueue_job('test', delay => '1 hour', priority => 100) as id`).id;
+  const due = await enqueue(db.sql);
+  assert.deepEqual((await claim(db.sql)).map(({ id }) => id), [due]);
+  await db.sql`update jobs set available_at = available_at - interval '1 hour' where id = ${delayed}`;
+  assert.deepEqual((await claim(db.sql)).map(({ id }) => id), [delayed]);
+});
+
+Deno.test("a worker may take some kinds only", async () => {
+  await using db = await createDatabase();
+  await db.sql`insert into jobs (kind) values ('a'), ('b'), ('c')`;
+  const take = async (kinds: (string | null)[]) =>
+    (await db.sql`select kind from claim_jobs('w', kinds => ${kinds})`).map(({ kind }) => kind);
+  assert.deepEqual(await take([]), []);
+  assert.deepEqual(await take(["unknown", null]), []);
+  assert.deepEqual((await take(["a", "c", "a"])).sort(), ["a", "c"]);
+});
+
+Deno.test("a claim's cost does not depend on what it cannot take, nor on the planner's statistics", async () => {
+  await using db = await createDatabase();
+  const sql = db.connect("postgres", { max: 1 });
+  await sql`insert into jobs (kind, priority) select 'test', p from generate_series(-1, 1) p, generate_series(1, 30)`;
+  await cost(sql, "select * from claim_jobs('w', 10)"); // what is cached once per session is read here
+  const before = await cost(sql, "select * from claim_jobs('w', 10)");
+
+  await sql`
+    insert into jobs (kind, priority, available_at)
+    select 'test', p, clock_timestamp() + interval '1 day' from generate_series(-1, 1) p, generate_series(1, 7000)`;
+  await sql`
+    insert into jobs (kind, status, finished_at)
+    select 'test', 'succeeded', clock_timestamp() from generate_series(1, 20000)`;
+  const after = await cost(sql, "select * from claim_jobs('w', 10)");
+  await sql`analyze jobs`;
+  await claim(sql); // the first claim after that plans anew
+  const analyzed = await cost(sql, "select * from claim_jobs('w', 10)");
+  assert.deepEqual([before.rows, after.rows, analyzed.rows], [10, 10, 10]);
+  // Ten rows are found, updated and indexed anew; the index has one level more. Walking the rest reads over 600.
+  const buffers = [before, after, analyzed].map((each) => each.buffers);
+  assert.ok(Math.max(...buffers) < 300, `buffers before, after, and with fresh statistics: ${buffers}`);
+
+  await sql`delete from jobs where status = 'pending' and available_at <= clock_timestamp()`;
+  await sql`vacuum jobs`;
+  const empty = await cost(sql, "select * from claim_jobs('w', 10)");
+  assert.equal(empty.rows, 0);
+  assert.ok(empty.buffers < 150, `${empty.buffers} buffers to find that 21,000 delayed jobs are not due`);
+});
+
+Deno.test("a row elsewhere that refers to a job, not yet committed, does not hide it", async () => {
+  await using db = await createDatabase();
+  await db.sql`create table orders (id int primary key, job_id uuid references jobs on delete set null)`;
+  const [first, second] = [await enqueue(db.sql), await enqueue(db.sql)];
+  const open = await openTransaction(db);
+  await open.sql`insert into orders values (1, ${first})`;
+  await open.sql`
+    insert into job_failures (job_id, kind, attempt, lease_token, error) values (${second}, 'test', 1, 7, 'x')`;
+  assert.deepEqual((await claim(db.sql)).map(({ id }) => id), [first, second]);
+  await open.sql`commit`;
+});
+
+Deno.test("a job that another session has locked is passed over and not waited for", async () => {
+  await using db = await createDatabase();
+  const [first, second] = [await enqueue(db.sql), await enqueue(db.sql)];
+  const open = await openTransaction(db);
+  await open.sql`select * from claim_jobs('other', 1)`;
+  const hurried = db.connect("postgres", { max: 1, connection: { statement_timeout: 2000 } });
+  assert.deepEqual((await claim(hurried)).map(({ id }) => id), [second]);
+  await open.sql`rollback`;
+  assert.deepEqual((await claim(db.sql)).map(({ id }) => id), [first]);
+});
+
+Deno.test("an enqueuing transaction that stays open holds up nobody else's job", async () => {
+  await using db = await createDatabase();
+  const open = await openTransaction(db);
+  const unseen = await enqueue(open.sql);
+  const seen = await enqueue(db.sql);
+  assert.deepEqual((await claim(db.sql)).map(({ id }) => id), [seen]);
+  await open.sql`commit`;
+  assert.deepEqual((await claim(db.sql)).map(({ id }) => id), [unseen]);
+});
+
+Deno.test("an argument that is not usable is refused and named, and nothing is claimed", async () => {
+  await using db = await createDatabase();
+  const id = await enqueue(db.sql);
+  const before = await rowText(db.sql, id);
+  const cases: [call: string, message: RegExp][] = [
+    ["null", /worker is empty/],
+    ["''", /worker is empty/],
+    ["'w', 0", /max_jobs 0 is not/],
+    ["'w', 1001", /max_jobs 1001 is not/],
+    ["'w', null", /max_jobs null is not/],
+    ["'w', lease_seconds => 0", /lease_seconds 0 is not/],
+    ["'w', lease_seconds => 86401", /lease_seconds 86401 is not/],
+    ["'w', lease_seconds => null", /lease_seconds null is not/],
+  ];
+  for (const [call, message] of cases) {
+    await assert.rejects(db.sql.unsafe(`select claim_jobs(${call})`), { code: "22023", message }, call);
+  }
+  assert.equal(await rowText(db.sql, id), before);
+});
+
+Deno.test("a promise to be awake is kept by a claim that leaves room, and taken back by any other", async () => {
+  await using db = await createDatabase();
+  const promised = async () =>
+    (await db.sql`select from private.awake_workers where awake_until > clock_timestamp()`).count === 1;
+  const take = async (rest: string): Promise<Claim[]> =>
+    await db.sql.unsafe<Claim[]>(`select * from claim_jobs('w', ${rest})`);
+  await db.sql`insert into jobs (kind) select 'test' from generate_series(1, 5)`;
+  await take("4, awake_for => '30 seconds'");
+  assert.equal(await promised(), false, "full, so it takes no more for now");
+  await take("4, awake_for => '30 seconds'");
+  assert.equal(await promised(), true);
+  await take("4");
+  assert.equal(await promised(), false, "no promise given");
+});
+
+Deno.test("a promise is written anew only in its second half, so that an idle poll writes nothing", async () => {
+  await using db = await createDatabase();
+  const poll = () => db.sql`select * from claim_jobs('w', 4, awake_for => '30 seconds')`;
+  const until = async () => only(await db.sql`select awake_until::text as at from private.awake_workers`).at;
+  await poll();
+  const first = await until();
+  await poll();
+  assert.equal(await until(), first);
+  await db
+    .sql`update private.awake_workers set awake_until = clock_timestamp() + interval '14 seconds' where true`;
+  await poll();
+  assert.ok(await until() > first);
+});

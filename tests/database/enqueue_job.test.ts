@@ -1,0 +1,82 @@
+import assert from "node:assert/strict";
+import { createDatabase } from "../support.ts";
+import { job, only } from "./queue.ts";
+
+Deno.test("enqueue_job writes the same row as a plain insert, and returns its id", async () => {
+  await using db = await createDatabase();
+  const { id } = only(await db.sql`select enqueue_job('send_email', '{"to": "a@example.com"}') as id`);
+  const inserted = only(
+    await db
+      .sql`insert into jobs (kind, payload) values ('send_email', '{"to": "a@example.com"}') returning *`,
+  );
+  const times = { id: 0, available_at: 0, created_at: 0, updated_at: 0 };
+  assert.deepEqual({ ...await job(db.sql, id), ...times }, { ...inserted, ...times });
+});
+
+Deno.test("what is given is stored as it is", async () => {
+  await using db = await createDatabase();
+  const { id } = only(
+    await db.sql`
+      select enqueue_job('test', '["ü", null, 1.50]', priority => -7, max_attempts => 3,
+        context => '{"user": 5}') as id`,
+  );
+  const row = await job(db.sql, id);
+  assert.deepEqual([row.payload, row.priority, row.max_attempts, row.context], [["ü", null, 1.5], -7, 3, {
+    user: 5,
+  }]);
+});
+
+Deno.test("a job exists only if the caller's transaction commits", async () => {
+  await using db = await createDatabase();
+  const undone = db.sql.begin(async (tx) => {
+    await tx`select enqueue_job('test')`;
+    throw new Error("undo");
+  });
+  await assert.rejects(undone, /undo/);
+  assert.equal((await db.sql`select from jobs`).count, 0);
+});
+
+Deno.test("a delay counts from the call, by the database's clock", async () => {
+  await using db = await createDatabase();
+  await db.sql`select enqueue_job('test', delay => '90 seconds')`;
+  const row = only(
+    await db.sql`select extract(epoch from available_at - created_at)::float as seconds from jobs`,
+  );
+  assert.ok(Math.abs(row.seconds - 90) < 1, `available after ${row.seconds} s`);
+});
+
+Deno.test("a time in the future is kept; one in the past becomes now, so that it overtakes nobody", async () => {
+  await using db = await createDatabase();
+  const first = only(await db.sql`select enqueue_job('test') as id`).id;
+  const past = only(await db.sql`select enqueue_job('test', available_at => '2020-01-01') as id`).id;
+  const future = only(await db.sql`select enqueue_job('test', available_at => '2120-01-01') as id`).id;
+  assert.equal((await job(db.sql, future)).available_at.toISOString(), "2120-01-01T00:00:00.000Z");
+  assert.deepEqual((await db.sql`select id from claim_jobs('w')`).map(({ id }) => id), [first, past]);
+});
+
+Deno.test("an argument that is not usable is refused and named", async () => {
+  await using db = await createDatabase();
+  const cases: [call: string, message: RegExp][] = [
+    ["null", /kind null is not/],
+    ["'Send Email'", /kind 'Send Email' is not/],
+    ["''", /kind '' is not/],
+    [`repeat('x', 64)`, /kind 'x{64}' is not/],
+    ["'test', null", /payload is null/],
+    ["'test', delay => '1 s', available_at => now()", /both delay and available_at/],
+    ["'test', delay => '-1 s'", /delay -00:00:01 is not/],
+    ["'test', delay => '11 years'", /delay 11 years is not/],
+    ["'test', delay => 'infinity'", /delay infinity is not/],
+    ["'test', available_at => 'infinity'", /available_at is infinity/],
+    ["'test', available_at => '-infinity'", /available_at is -infinity/],
+    ["'test', priority => 101", /priority 101 is not/],
+    ["'test', priority => -101", /priority -101 is not/],
+    ["'test', priority => null", /priority null is not/],
+    ["'test', max_attempts => 0", /max_attempts 0 is not/],
+    ["'test', max_attempts => 1001", /max_attempts 1001 is not/],
+  ];
+  for (const [call, message] of cases) {
+    await assert.rejects(db.sql.unsafe(`select enqueue_job(${call})`), { code: "22023", message }, call);
+  }
+  await assert.rejects(db.sql`select enqueue_job('test', '"\\u0000"'::jsonb)`, { code: "22P05" });
+  assert.equal((await db.sql`select from jobs`).count, 0);
+});

@@ -1,0 +1,188 @@
+import assert from "node:assert/strict";
+import { join } from "node:path";
+import postgres from "postgres";
+import { projectDir } from "../support.ts";
+import { type BareDatabase, startBareServer } from "./bare.ts";
+import { only } from "./queue.ts";
+
+const read = (path: string) => Deno.readTextFile(join(projectDir, path));
+
+async function files(folder: string, extension: string): Promise<string[]> {
+  const found: string[] = [];
+  for await (const { name, isDirectory } of Deno.readDir(join(projectDir, folder))) {
+    const path = join(folder, name);
+    if (isDirectory) found.push(...await files(path, extension));
+    else if (name.endsWith(extension)) found.push(path);
+  }
+  return found.sort();
+}
+
+/** Runs one job from enqueue to completion. */
+async function workOneJob(sql: postgres.Sql): Promise<void> {
+  const { id } = only(await sql`select enqueue_job('test') as id`);
+  const claimed = only(await sql`select id, lease_token from claim_jobs('w')`);
+  assert.equal(claimed.id, id);
+  assert.equal(only(await sql`select complete_job(${id}, ${claimed.lease_token}) as held`).held, true);
+}
+
+/** What the Supabase CLI's advisors find, at the level of a warning or above. */
+async function advise(db: BareDatabase): Promise<{ success: boolean; output: string }> {
+  const { success, stdout, stderr } = await new Deno.Command(join(projectDir, "node_modules/.bin/supabase"), {
+    args: ["db", "advisors", "--fail-on", "warn", "--db-url", `${db.url}?sslmode=disable`],
+    env: { DO_NOT_TRACK: "1" },
+    stdin: "null",
+  }).output();
+  return { success, output: new TextDecoder().decode(stdout) + new TextDecoder().decode(stderr) };
+}
+
+/** The updates and deletes in a piece of SQL that have no where of their own, at whatever depth they stand. */
+function withoutWhere(sql: string): string[] {
+  const text = sql.replace(/--.*$/gm, "").replace(/'(?:[^']|'')*'/g, "''");
+  const found: string[] = [];
+  for (
+    const { index } of text.matchAll(/\b(?<!for no key |for |do )(?:update\s+(?!of\b)|delete\s+from\s)/gi)
+  ) {
+    let depth = 0;
+    let end = index;
+    let hasWhere = false;
+    for (; end < text.length && depth >= 0 && text[end] !== ";"; end++) {
+      if (text[end] === "(") depth++;
+      if (text[end] === ")") depth--;
+      if (depth === 0 && /^\swhere\b/i.test(text.slice(end, end + 7))) hasWhere = true;
+    }
+    if (!hasWhere) found.push(text.slice(index, end).trim());
+  }
+  return found;
+}
+
+Deno.test("the migrations, applied with the real CLI", async (t) => {
+  await using server = await startBareServer();
+  const app = await server.createDatabase("app");
+  // Whatever variable config.toml reads a secret from gets a value of its own.
+  const env: Record<string, string> = {};
+  for (
+    const [, name, variable] of (await read("supabase/config.toml")).matchAll(/^(\w+) = "env\((\w+)\)"$/gm)
+  ) {
+    assert.ok(name && variable);
+    env[variable] = name === "project_url" ? "http://api.test:8000" : `value-of-${name}-${"x".repeat(32)}`;
+  }
+
+  await t.step(
+    "postgres, who is no superuser, applies them beside the tables that an app has already",
+    async () => {
+      const { rolsuper } = only(await app.sql`select rolsuper from pg_roles where rolname = current_user`);
+      assert.equal(rolsuper, false);
+      await app.sql`create table profiles (id uuid primary key, name text)`;
+      await app.sql`insert into profiles values (gen_random_uuid(), 'Ada')`;
+      await app.push(env);
+      assert.equal(only(await app.sql`select name from profiles`).name, "Ada");
+      const owners = await app.sql`
+      select distinct pg_get_userbyid(relowner) as owner from pg_class
+      where relnamespace in ('public'::regnamespace, 'private'::regnamespace)`;
+      assert.deepEqual(owners.map(({ owner }) => owner), ["postgres"]);
+      await workOneJob(app.sql);
+    },
+  );
+
+  await t.step("a second push does nothing", async () => {
+    const state = async () =>
+      (await app.sql`
+      select 'function' as what, oid::text from pg_proc where pronamespace = 'public'::regnamespace
+      union all select 'relation', oid::text from pg_class where relnamespace = 'public'::regnamespace
+      union all select 'version', version from supabase_migrations.schema_migrations
+      union all select 'job', id::text from jobs
+      order by 1, 2`).map(({ what, oid }) => `${what} ${oid}`);
+    const before = await state();
+    await app.push(env);
+    assert.deepEqual(await state(), before);
+    const versions = (await files("supabase/migrations", ".sql")).map((path) => path.match(/\d{14}/)?.[0]);
+    assert.deepEqual(
+      before.filter((each) => each.startsWith("version")),
+      versions.map((each) => `version ${each}`),
+    );
+  });
+
+  await t.step(
+    "a secret goes by the name in config.toml through Vault into the header of the poke",
+    async () => {
+      assert.deepEqual(Object.keys(env), ["PROJECT_URL", "CRON_SECRET"]);
+      const { url, headers } = only(await app.sql`select url, headers from net.http_request_queue`);
+      assert.equal(url, "http://api.test:8000/functions/v1/job-worker");
+      assert.equal(headers.Authorization, `Bearer ${env.CRON_SECRET}`);
+      await app.sql`select private.tick()`;
+    },
+  );
+
+  await t.step(
+    "the advisors find the app's table that is left open, and nothing in the migrations",
+    async () => {
+      const open = await advise(app);
+      assert.ok(!open.success);
+      assert.deepEqual([...open.output.matchAll(/"cache_key": "(.*)"/g)].map(([, key]) => key), [
+        "rls_disabled_in_public_public_profiles",
+      ]);
+      await app.sql`alter table profiles enable row level security`;
+      const clean = await advise(app);
+      assert.ok(clean.success, clean.output);
+    },
+  );
+
+  await t.step("no function updates or deletes without a where, which hosted projects refuse", async () => {
+    assert.equal(
+      withoutWhere("with a as (update t set x = (select 1 from u where true)) select 1").length,
+      1,
+    );
+    assert.equal(
+      withoutWhere("delete from t; update t set x = 1 where true; delete from t where a").length,
+      1,
+    );
+    assert.equal(withoutWhere("insert into t values (1) on conflict (a) do update set a = 1").length, 0);
+    assert.equal(withoutWhere("select 1 from t where a for no key update skip locked").length, 0);
+    const bodies = await app.sql<{ name: string; body: string }[]>`
+      select oid::regprocedure::text as name, prosrc as body from pg_proc
+      where pronamespace in ('public'::regnamespace, 'private'::regnamespace)`;
+    assert.ok(bodies.length >= 15);
+    for (const { name, body } of bodies) assert.deepEqual(withoutWhere(body), [], name);
+    const statements = bodies.flatMap(({ body }) =>
+      body.match(/\bupdate (?:public|private)\.|\bdelete from/g) ?? []
+    );
+    assert.ok(statements.length >= 8, "the check above saw the statements that there are");
+  });
+
+  await t.step("without pg_cron and pg_net the queue works, and says what is missing", async () => {
+    const db = await server.createDatabase("plain");
+    // Extensions that the server does not offer: the view of them is this database's own.
+    await db.admin.unsafe(`
+      set allow_system_table_mods = on;
+      do $$ begin execute format(
+        'create or replace view pg_catalog.pg_available_extensions as select * from (%s) e where name not in (%L, %L)',
+        rtrim(pg_get_viewdef('pg_catalog.pg_available_extensions'::regclass), ';'), 'pg_cron', 'pg_net');
+      end $$`).simple();
+    await db.push(env);
+    assert.deepEqual(
+      (await db.sql`select extname from pg_extension where extname in ('pg_cron', 'pg_net')`).length,
+      0,
+    );
+    await workOneJob(db.sql);
+    const service = await db.as("service_role");
+    await workOneJob(service);
+    assert.match(
+      only(await db.sql`select * from job_dispatch_health() where not ok and item = 'extensions'`).detail,
+      /pg_cron, pg_net/,
+    );
+    await assert.rejects(service`select enable_dispatch()`, { code: "55000", message: /pg_cron/ });
+    await service`select disable_dispatch()`;
+    await assert.rejects(db.sql`select private.tick()`, { code: "55000", message: /pg_net/ });
+  });
+});
+
+const sources = await Promise.all([
+  ...await files("supabase/migrations", ".sql"),
+  ...await files("supabase/functions/_shared", ".ts"),
+].map(read));
+const lines = sources.reduce((sum, text) => sum + text.split("\n").length - 1, 0);
+
+// The count is in the name, so that every run shows it.
+Deno.test(`migrations and engine have ${lines} lines, fewer than 4,000`, () => {
+  assert.ok(lines > 500 && lines < 4000);
+});

@@ -1,0 +1,167 @@
+import assert from "node:assert/strict";
+import { createDatabase, cronSecret } from "../support.ts";
+import { setVaultSecrets } from "../../scripts/local/stack.ts";
+import {
+  claim,
+  cost,
+  emptyNetQueue,
+  enqueue,
+  enqueueAndClaim,
+  expireLeases,
+  job,
+  only,
+  projectUrl,
+  queuedPokes,
+  setUpDispatch,
+} from "./queue.ts";
+
+Deno.test("a tick that finds nothing ready pokes nobody", async () => {
+  await using db = await createDatabase();
+  await setUpDispatch(db);
+  await db.sql`select private.tick()`;
+  await db.sql`select enqueue_job('test', delay => '1 hour')`;
+  const done = await enqueueAndClaim(db.sql, "done");
+  await db.sql`select complete_job(${done.id}, ${done.lease_token})`;
+  await emptyNetQueue(db.sql);
+  await db.sql`select private.tick()`;
+  assert.equal(await queuedPokes(db.sql), 0);
+});
+
+Deno.test("it pokes one worker for each 100 ready jobs, five at most, less those at work or on their way", async () => {
+  await using db = await createDatabase();
+  await setUpDispatch(db);
+  const tick = async () => {
+    await emptyNetQueue(db.sql);
+    await db.sql`select private.tick()`;
+    return await queuedPokes(db.sql);
+  };
+  const add = async (n: number, kind: string, priority: number) => {
+    await db
+      .sql`insert into jobs (kind, priority) select ${kind}, ${priority} from generate_series(1, ${n}::int)`;
+  };
+  await add(1, "a", 0);
+  assert.equal(await tick(), 1);
+  await add(99, "b", 5);
+  assert.equal(await tick(), 1);
+  await add(1, "a", -5);
+  assert.equal(await tick(), 2, "101 jobs, over two kinds and three priorities");
+  await add(299, "b", 7);
+  assert.equal(await tick(), 4);
+  await add(10_000, "c", 0);
+  assert.equal(await tick(), 5);
+  await db.sql`select private.tick()`;
+  assert.equal(await queuedPokes(db.sql), 5, "pokes that nothing sends do not pile up");
+
+  await claim(db.sql, 1, "busy");
+  assert.equal(await tick(), 4, "one runs a job");
+  await db.sql`
+    insert into private.awake_workers values ('awake', clock_timestamp() + interval '1 minute'),
+      ('busy', clock_timestamp() + interval '1 minute'), ('gone', clock_timestamp())`;
+  assert.equal(await tick(), 3, "another has promised to look; nobody counts twice");
+  for (const worker of ["w3", "w4", "w5", "w6"]) await claim(db.sql, 1, worker);
+  assert.equal(await tick(), 0);
+});
+
+Deno.test("pokes of the tick are noted as such", async () => {
+  await using db = await createDatabase();
+  await setUpDispatch(db);
+  await enqueue(db.sql);
+  await emptyNetQueue(db.sql);
+  await db.sql`select private.tick()`;
+  const { reason } = only(
+    await db.sql`select p.reason from private.pokes p join net.http_request_queue q on q.id = p.request_id`,
+  );
+  assert.equal(reason, "tick");
+});
+
+Deno.test("it gives the jobs of a worker that died to another at once", async () => {
+  await using db = await createDatabase();
+  await setUpDispatch(db);
+  const { id } = await enqueueAndClaim(db.sql);
+  await emptyNetQueue(db.sql);
+  await expireLeases(db.sql);
+  await db.sql`select private.tick()`;
+  assert.equal((await job(db.sql, id)).status, "pending");
+  assert.equal(await queuedPokes(db.sql), 1);
+});
+
+const unusable: [message: RegExp, secrets: Record<string, string>][] = [
+  [/: project_url is not in Vault/, { cron_secret: cronSecret }],
+  [/: project_url in Vault does not start with http/, {
+    project_url: "example.com",
+    cron_secret: cronSecret,
+  }],
+  [/: cron_secret is not in Vault/, { project_url: projectUrl }],
+  [/: cron_secret in Vault is shorter than 32 characters/, { project_url: projectUrl, cron_secret: "short" }],
+  [/: cron_secret in Vault is shorter/, { project_url: projectUrl, cron_secret: `short,${cronSecret}` }],
+];
+Deno.test("what is not set up is named, and the hint points to job_dispatch_health", async () => {
+  await using db = await createDatabase();
+  for (const [message, secrets] of unusable) {
+    await db.sql`delete from vault.secrets where true`;
+    await setVaultSecrets(db.url("postgres"), secrets);
+    const hint = /job_dispatch_health\(\)/;
+    await assert.rejects(db.sql`select private.tick()`, { code: "55000", message, hint });
+  }
+});
+
+Deno.test("an extension that is missing is named", async (t) => {
+  for (const extension of ["pg_net", "supabase_vault"]) {
+    await t.step(extension, async () => {
+      await using db = await createDatabase();
+      await setUpDispatch(db);
+      await db.connect("supabase_admin", { max: 1 }).unsafe(`drop extension ${extension} cascade`);
+      await assert.rejects(db.sql`select private.tick()`, {
+        code: "55000",
+        message: /extensions pg_net and supabase_vault/,
+      });
+    });
+  }
+});
+
+Deno.test("it removes pokes older than six hours and promises that ran out a minute ago", async () => {
+  await using db = await createDatabase();
+  await setUpDispatch(db);
+  await db.sql`
+    insert into private.pokes values (1, 'old', clock_timestamp() - interval '361 minutes'),
+      (2, 'new', clock_timestamp() - interval '359 minutes')`;
+  await db.sql`
+    insert into private.awake_workers values ('old', clock_timestamp() - interval '61 seconds'),
+      ('new', clock_timestamp() - interval '30 seconds')`;
+  await db.sql`select private.tick()`;
+  assert.deepEqual((await db.sql`select reason from private.pokes`).map(({ reason }) => reason), ["new"]);
+  assert.deepEqual((await db.sql`select worker from private.awake_workers`).map(({ worker }) => worker), [
+    "new",
+  ]);
+});
+
+Deno.test("its cost does not depend on jobs that are not due", async () => {
+  await using db = await createDatabase();
+  const sql = db.connect("postgres", { max: 1 });
+  await cost(sql, "select private.count_ready_jobs(500)"); // what is cached once per session is read here
+  await sql`
+    insert into jobs (kind, available_at)
+    select 'test', clock_timestamp() + interval '1 day' from generate_series(1, 20000)`;
+  const { buffers } = await cost(sql, "select private.count_ready_jobs(500)");
+  assert.ok(buffers < 100, `${buffers} buffers to find that none of 20,000 jobs is due`);
+});
+
+Deno.test("prune_cron_history removes this template's rows of more than a day ago, and nobody else's", async () => {
+  await using db = await createDatabase();
+  await db
+    .sql`select cron.schedule('reports', '0 4 * * *', 'select 1'), cron.schedule('nightshiftx', '0 4 * * *', '')`;
+  await db.connect("supabase_admin", { max: 1 })`
+    insert into cron.job_run_details (jobid, username, command, start_time)
+    select j.jobid, 'postgres', j.jobname || ' ' || age, now() - age::interval
+    from cron.job j, unnest(array['25 hours', '23 hours']) age`;
+  await db.sql`select private.prune_cron_history()`;
+  const left = await db.sql`select command from cron.job_run_details order by command`;
+  assert.deepEqual(left.map(({ command }) => command), [
+    "nightshift_prune 23 hours",
+    "nightshift_tick 23 hours",
+    "nightshiftx 23 hours",
+    "nightshiftx 25 hours",
+    "reports 23 hours",
+    "reports 25 hours",
+  ]);
+});
