@@ -134,10 +134,13 @@ as $$
 begin
   insert into public.job_kinds as k
     (kind, max_attempts, timeout_ms, backoff_base, backoff_factor, backoff_cap, backoff_jitter, declared)
-  select d.kind, d.max_attempts, d.timeout_ms, d.backoff_base, d.backoff_factor, d.backoff_cap, d.backoff_jitter,
-    to_jsonb(d) - 'kind' - 'declared'
+  select d.kind, d.max_attempts, d.timeout_ms, d.backoff_base, d.backoff_factor, d.backoff_cap, d.backoff_jitter, c.declared
   from jsonb_array_elements(declarations) e
   cross join lateral jsonb_populate_record(null::public.job_kinds, e) d
+  cross join lateral (select to_jsonb(d) - 'kind' - 'declared' as declared) c
+  -- A conflict locks the row even when there is nothing to change, and an operator's open transaction would then hold up
+  -- every worker that starts.
+  where not exists (select from public.job_kinds o where o.kind = d.kind and o.declared = c.declared)
   order by d.kind
   on conflict (kind) do update set
     (max_attempts, timeout_ms, backoff_base, backoff_factor, backoff_cap, backoff_jitter, declared) = (
@@ -151,8 +154,7 @@ begin
           where c.value is distinct from coalesce(k.declared -> c.key, 'null')
         ), '{}')
       ) m
-    )
-  where k.declared is distinct from excluded.declared;
+    );
 
   return query
   select k.kind, coalesce(k.max_attempts, 5), coalesce(k.timeout_ms, 45000)

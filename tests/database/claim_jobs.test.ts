@@ -1,9 +1,20 @@
 import assert from "node:assert/strict";
 import { createDatabase } from "../support.ts";
-import { type Claim, claim, cost, enqueue, job, only, openTransaction, rowText } from "./queue.ts";
+import {
+  type Claim,
+  claim,
+  cost,
+  enqueue,
+  job,
+  only,
+  openTransaction,
+  rowText,
+  sharedDatabase,
+} from "./queue.ts";
+
+const db = sharedDatabase();
 
 Deno.test("a claimed job is leased to the worker, and the attempt is counted", async () => {
-  await using db = await createDatabase();
   const { id } = only(await db.sql`select enqueue_job('test', '{"n": 1}', context => '{"user": 5}') as id`);
   const claimed = only(await db.sql`select * from claim_jobs('worker 1', 1, 90)`);
   const row = await job(db.sql, id);
@@ -24,7 +35,6 @@ Deno.test("a claimed job is leased to the worker, and the attempt is counted", a
 });
 
 Deno.test("max_attempts is the job's own, else its kind's, else 5", async () => {
-  await using db = await createDatabase();
   await db.sql`insert into job_kinds (kind, max_attempts) values ('known', 8)`;
   await db.sql`insert into jobs (kind, max_attempts) values ('known', 2), ('known', null), ('unknown', null)`;
   const claimed = await claim(db.sql);
@@ -36,7 +46,6 @@ Deno.test("max_attempts is the job's own, else its kind's, else 5", async () => 
 });
 
 Deno.test("8 workers and 5,000 jobs: each is claimed exactly once and completed once", async () => {
-  await using db = await createDatabase();
   await db.sql`insert into jobs (kind) select 'kind_' || n % 3 from generate_series(1, 5000) n`;
   const claimed: string[] = [];
   const completed: string[] = [];
@@ -58,7 +67,6 @@ Deno.test("8 workers and 5,000 jobs: each is claimed exactly once and completed 
 });
 
 Deno.test("jobs of one kind and priority come in the order enqueued, those of a batch in the order given", async () => {
-  await using db = await createDatabase();
   await db.sql`insert into jobs (kind, payload) select 'test', to_jsonb(n) from generate_series(1, 1000) n`;
   await db.sql`select enqueue_job('test', '1001')`;
   await db.sql`insert into jobs (kind, payload) values ('test', '1002'), ('test', '1003')`;
@@ -72,7 +80,6 @@ Deno.test("jobs of one kind and priority come in the order enqueued, those of a 
 });
 
 Deno.test("kinds take turns: 10,000 jobs of one kind do not keep another's first job out of a claim", async () => {
-  await using db = await createDatabase();
   await db.sql`insert into jobs (kind, priority) select 'bulk', 100 from generate_series(1, 10000)`;
   await db.sql`insert into jobs (kind, priority) select 'some', 0 from generate_series(1, 10)`;
   await enqueue(db.sql, "rare");
@@ -84,7 +91,6 @@ Deno.test("kinds take turns: 10,000 jobs of one kind do not keep another's first
 });
 
 Deno.test("with more kinds than one claim looks at, each gets its turn, after a crash too", async () => {
-  await using db = await createDatabase();
   const fill = () =>
     db.sql`insert into jobs (kind) select 'kind_' || lpad(k::text, 2, '0')
       from generate_series(1, 20), generate_series(1, 80) k`;
@@ -100,7 +106,6 @@ Deno.test("with more kinds than one claim looks at, each gets its turn, after a 
 });
 
 Deno.test("the higher priority goes first, but one pick in ten starts from the lowest", async () => {
-  await using db = await createDatabase();
   await db.sql`
     insert into jobs (kind, priority) select 'test', p from unnest(array[-100, 0, 100]) p, generate_series(1, 400)`;
   const sql = db.connect("postgres", { max: 1 });
@@ -116,7 +121,6 @@ Deno.test("the higher priority goes first, but one pick in ten starts from the l
 });
 
 Deno.test("what a claim gives is in the order in which it is to start", async () => {
-  await using db = await createDatabase();
   await db.sql`insert into jobs (kind, priority, payload) values
     ('a', 0, '3'), ('a', 5, '1'), ('b', 0, '4'), ('b', 5, '2')`;
   const jobs = await db.sql`select payload from claim_jobs('w')`;
@@ -124,7 +128,6 @@ Deno.test("what a claim gives is in the order in which it is to start", async ()
 });
 
 Deno.test("a delayed job is not claimed before its time, and holds no other up", async () => {
-  await using db = await createDatabase();
   const delayed = only(await db.sql`select enqueue_job('test', delay => '1 hour', priority => 100) as id`).id;
   const due = await enqueue(db.sql);
   assert.deepEqual((await claim(db.sql)).map(({ id }) => id), [due]);
@@ -133,7 +136,6 @@ Deno.test("a delayed job is not claimed before its time, and holds no other up",
 });
 
 Deno.test("a worker may take some kinds only", async () => {
-  await using db = await createDatabase();
   await db.sql`insert into jobs (kind) values ('a'), ('b'), ('c')`;
   const take = async (kinds: (string | null)[]) =>
     (await db.sql`select kind from claim_jobs('w', kinds => ${kinds})`).map(({ kind }) => kind);
@@ -143,7 +145,6 @@ Deno.test("a worker may take some kinds only", async () => {
 });
 
 Deno.test("a claim's cost does not depend on what it cannot take, nor on the planner's statistics", async () => {
-  await using db = await createDatabase();
   const sql = db.connect("postgres", { max: 1 });
   await sql`insert into jobs (kind, priority) select 'test', p from generate_series(-1, 1) p, generate_series(1, 30)`;
   await cost(sql, "select * from claim_jobs('w', 10)"); // what is cached once per session is read here
@@ -184,7 +185,6 @@ Deno.test("a row elsewhere that refers to a job, not yet committed, does not hid
 });
 
 Deno.test("a job that another session has locked is passed over and not waited for", async () => {
-  await using db = await createDatabase();
   const [first, second] = [await enqueue(db.sql), await enqueue(db.sql)];
   const open = await openTransaction(db);
   await open.sql`select * from claim_jobs('other', 1)`;
@@ -195,7 +195,6 @@ Deno.test("a job that another session has locked is passed over and not waited f
 });
 
 Deno.test("an enqueuing transaction that stays open holds up nobody else's job", async () => {
-  await using db = await createDatabase();
   const open = await openTransaction(db);
   const unseen = await enqueue(open.sql);
   const seen = await enqueue(db.sql);
@@ -205,7 +204,6 @@ Deno.test("an enqueuing transaction that stays open holds up nobody else's job",
 });
 
 Deno.test("an argument that is not usable is refused and named, and nothing is claimed", async () => {
-  await using db = await createDatabase();
   const id = await enqueue(db.sql);
   const before = await rowText(db.sql, id);
   const cases: [call: string, message: RegExp][] = [
@@ -225,7 +223,6 @@ Deno.test("an argument that is not usable is refused and named, and nothing is c
 });
 
 Deno.test("a promise to be awake is kept by a claim that leaves room, and taken back by any other", async () => {
-  await using db = await createDatabase();
   const promised = async () =>
     (await db.sql`select from private.awake_workers where awake_until > clock_timestamp()`).count === 1;
   const take = async (rest: string): Promise<Claim[]> =>
@@ -240,7 +237,6 @@ Deno.test("a promise to be awake is kept by a claim that leaves room, and taken 
 });
 
 Deno.test("a promise is written anew only in its second half, so that an idle poll writes nothing", async () => {
-  await using db = await createDatabase();
   const poll = () => db.sql`select * from claim_jobs('w', 4, awake_for => '30 seconds')`;
   const until = async () => only(await db.sql`select awake_until::text as at from private.awake_workers`).at;
   await poll();

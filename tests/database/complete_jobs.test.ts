@@ -1,5 +1,5 @@
 import assert from "node:assert/strict";
-import { createDatabase, until } from "../support.ts";
+import { until } from "../support.ts";
 import {
   claim,
   cost,
@@ -9,23 +9,27 @@ import {
   only,
   openTransaction,
   rowText,
+  sharedDatabase,
   untilBlocking,
 } from "./queue.ts";
 import { testFence } from "./settle.ts";
 
+const db = sharedDatabase();
+
 testFence(
+  db,
   "complete_jobs",
   async (sql, id, lease_token) =>
     (await sql`select complete_jobs(${sql.json([{ id, lease_token }])})`).count === 1,
 );
 
 testFence(
+  db,
   "complete_job",
   async (sql, id, lease_token) => only(await sql`select complete_job(${id}, ${lease_token}) as held`).held,
 );
 
 Deno.test("a completed job has succeeded, with its result, and keeps who ran it and when", async () => {
-  await using db = await createDatabase();
   const { id, lease_token } = await enqueueAndClaim(db.sql);
   const before = await job(db.sql, id);
   await db.sql`select complete_job(${id}, ${lease_token}, '{"sent": true}')`;
@@ -38,7 +42,6 @@ Deno.test("a completed job has succeeded, with its result, and keeps who ran it 
 });
 
 Deno.test("a completion may be repeated when its answer was lost: it changes nothing more", async () => {
-  await using db = await createDatabase();
   const { id, lease_token } = await enqueueAndClaim(db.sql);
   await db.sql`select complete_job(${id}, ${lease_token}, '1')`;
   const before = await rowText(db.sql, id);
@@ -47,7 +50,6 @@ Deno.test("a completion may be repeated when its answer was lost: it changes not
 });
 
 Deno.test("of a batch, the jobs that are still held are completed and named, and no others", async () => {
-  await using db = await createDatabase();
   const held = [await enqueueAndClaim(db.sql), await enqueueAndClaim(db.sql)];
   const lost = await enqueueAndClaim(db.sql);
   const batch = [
@@ -64,7 +66,6 @@ Deno.test("of a batch, the jobs that are still held are completed and named, and
 });
 
 Deno.test("a job that is completed after an earlier failure keeps that failure's message", async () => {
-  await using db = await createDatabase();
   const first = await enqueueAndClaim(db.sql);
   await db.sql`select fail_job(${first.id}, ${first.lease_token}, 'no answer', '0 seconds')`;
   const second = only(await claim(db.sql));
@@ -74,7 +75,6 @@ Deno.test("a job that is completed after an earlier failure keeps that failure's
 });
 
 Deno.test("of two sessions that settle a job at once, one wins and the other is told", async () => {
-  await using db = await createDatabase();
   const { id, lease_token } = await enqueueAndClaim(db.sql);
   const open = await openTransaction(db);
   assert.equal(only(await open.sql`select complete_job(${id}, ${lease_token}) as held`).held, true);
@@ -87,7 +87,6 @@ Deno.test("of two sessions that settle a job at once, one wins and the other is 
 });
 
 Deno.test("two calls over the same jobs in opposite order do not deadlock", async () => {
-  await using db = await createDatabase();
   const ids: string[] = [];
   for (let i = 0; i < 5; i++) ids.push(await enqueue(db.sql));
   const held = await claim(db.sql);
@@ -112,7 +111,6 @@ Deno.test("two calls over the same jobs in opposite order do not deadlock", asyn
 });
 
 Deno.test("settling costs what is settled, whatever else runs or has ended, and whatever the statistics say", async () => {
-  await using db = await createDatabase();
   const sql = db.connect("postgres", { max: 1 });
   await sql`
     insert into jobs (kind, status, lease_token, lease_expires_at)

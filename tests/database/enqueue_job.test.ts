@@ -1,9 +1,9 @@
 import assert from "node:assert/strict";
-import { createDatabase } from "../support.ts";
-import { job, only } from "./queue.ts";
+import { job, only, sharedDatabase } from "./queue.ts";
+
+const db = sharedDatabase();
 
 Deno.test("enqueue_job writes the same row as a plain insert, and returns its id", async () => {
-  await using db = await createDatabase();
   const { id } = only(await db.sql`select enqueue_job('send_email', '{"to": "a@example.com"}') as id`);
   const inserted = only(
     await db
@@ -14,7 +14,6 @@ Deno.test("enqueue_job writes the same row as a plain insert, and returns its id
 });
 
 Deno.test("what is given is stored as it is", async () => {
-  await using db = await createDatabase();
   const { id } = only(
     await db.sql`
       select enqueue_job('test', '["ü", null, 1.50]', priority => -7, max_attempts => 3,
@@ -27,7 +26,6 @@ Deno.test("what is given is stored as it is", async () => {
 });
 
 Deno.test("a job exists only if the caller's transaction commits", async () => {
-  await using db = await createDatabase();
   const undone = db.sql.begin(async (tx) => {
     await tx`select enqueue_job('test')`;
     throw new Error("undo");
@@ -37,7 +35,6 @@ Deno.test("a job exists only if the caller's transaction commits", async () => {
 });
 
 Deno.test("a delay counts from the call, by the database's clock", async () => {
-  await using db = await createDatabase();
   await db.sql`select enqueue_job('test', delay => '90 seconds')`;
   const row = only(
     await db.sql`select extract(epoch from available_at - created_at)::float as seconds from jobs`,
@@ -46,7 +43,6 @@ Deno.test("a delay counts from the call, by the database's clock", async () => {
 });
 
 Deno.test("a time in the future is kept; one in the past becomes now, so that it overtakes nobody", async () => {
-  await using db = await createDatabase();
   const first = only(await db.sql`select enqueue_job('test') as id`).id;
   const past = only(await db.sql`select enqueue_job('test', available_at => '2020-01-01') as id`).id;
   const future = only(await db.sql`select enqueue_job('test', available_at => '2120-01-01') as id`).id;
@@ -55,7 +51,6 @@ Deno.test("a time in the future is kept; one in the past becomes now, so that it
 });
 
 Deno.test("an argument that is not usable is refused and named", async () => {
-  await using db = await createDatabase();
   const cases: [call: string, message: RegExp][] = [
     ["null", /kind null is not/],
     ["'Send Email'", /kind 'Send Email' is not/],

@@ -1,16 +1,17 @@
 import assert from "node:assert/strict";
-import { createDatabase } from "../support.ts";
-import { enqueueAndClaim, expireLeases, job, only } from "./queue.ts";
+import { enqueueAndClaim, expireLeases, job, only, sharedDatabase } from "./queue.ts";
 import { testFence } from "./settle.ts";
 
+const db = sharedDatabase();
+
 testFence(
+  db,
   "extend_jobs",
   async (sql, id, lease_token) =>
     (await sql`select * from extend_jobs(${sql.json([{ id, lease_token }])})`).count === 1,
 );
 
 Deno.test("an extended lease ends that many seconds from now, and its token stays", async () => {
-  await using db = await createDatabase();
   const { id, lease_token } = await enqueueAndClaim(db.sql);
   const secondsLeft = async (leaseSeconds: number) => {
     await db.sql`select extend_jobs(${db.sql.json([{ id, lease_token }])}, ${leaseSeconds})`;
@@ -29,7 +30,6 @@ Deno.test("an extended lease ends that many seconds from now, and its token stay
 });
 
 Deno.test("a lease that has run out may still be extended until the job is rescued", async () => {
-  await using db = await createDatabase();
   const { id, lease_token } = await enqueueAndClaim(db.sql);
   await expireLeases(db.sql);
   const lease = db.sql.json([{ id, lease_token }]);
@@ -41,7 +41,6 @@ Deno.test("a lease that has run out may still be extended until the job is rescu
 });
 
 Deno.test("of several leases, those that are still held are named, and the lost ones are missing", async () => {
-  await using db = await createDatabase();
   const held = await enqueueAndClaim(db.sql);
   const lost = await enqueueAndClaim(db.sql);
   await db.sql`select release_jobs(${db.sql.json([{ id: lost.id, lease_token: lost.lease_token }])})`;

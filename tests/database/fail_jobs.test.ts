@@ -1,22 +1,24 @@
 import assert from "node:assert/strict";
-import { createDatabase } from "../support.ts";
-import { claim, enqueue, enqueueAndClaim, job, only } from "./queue.ts";
+import { claim, enqueue, enqueueAndClaim, job, only, sharedDatabase } from "./queue.ts";
 import { testFence } from "./settle.ts";
 
+const db = sharedDatabase();
+
 testFence(
+  db,
   "fail_jobs",
   async (sql, id, lease_token) =>
     (await sql`select * from fail_jobs(${sql.json([{ id, lease_token, error: "x" }])})`).count === 1,
 );
 
 testFence(
+  db,
   "fail_job",
   async (sql, id, lease_token) =>
     only(await sql`select fail_job(${id}, ${lease_token}, 'x') as status`).status !== null,
 );
 
 Deno.test("after attempt n the wait is drawn from the last fifth below 30 s × 2^n, at most an hour", async () => {
-  await using db = await createDatabase();
   await db.sql`insert into jobs (kind, max_attempts) select 'test', 20 from generate_series(1, 50)`;
   for (let attempt = 1; attempt <= 12; attempt++) {
     await db.sql`update jobs set available_at = clock_timestamp() where true`;
@@ -36,7 +38,6 @@ Deno.test("after attempt n the wait is drawn from the last fifth below 30 s × 2
 });
 
 Deno.test("the kind's settings make the wait, and hold from the next failure on", async () => {
-  await using db = await createDatabase();
   const waitOf = async () => {
     const { id, lease_token } = await enqueueAndClaim(db.sql);
     await db.sql`select fail_job(${id}, ${lease_token}, 'x')`;
@@ -54,7 +55,6 @@ Deno.test("the kind's settings make the wait, and hold from the next failure on"
 });
 
 Deno.test("no setting, however extreme, makes a failure fail", async () => {
-  await using db = await createDatabase();
   await db.sql`
     insert into job_kinds (kind, max_attempts, backoff_base, backoff_factor, backoff_cap, backoff_jitter) values
       ('steep', 1000, '1 day', 10, '30 days', 1), ('steady', 1000, '1 day', 10, '30 days', 0),
@@ -73,7 +73,6 @@ Deno.test("no setting, however extreme, makes a failure fail", async () => {
 });
 
 Deno.test("retry_in replaces the backoff, between none at all and 30 days", async () => {
-  await using db = await createDatabase();
   const waitOf = async (retryIn: string | number) => {
     const { id, lease_token } = await enqueueAndClaim(db.sql);
     const failures = [{ id, lease_token, error: "x", retry_in: retryIn }];
@@ -95,7 +94,6 @@ Deno.test("retry_in replaces the backoff, between none at all and 30 days", asyn
 });
 
 Deno.test("a job fails until its last attempt, and then is dead", async () => {
-  await using db = await createDatabase();
   await db.sql`insert into jobs (kind) values ('test')`;
   const statuses: string[] = [];
   for (let attempt = 1; attempt <= 5; attempt++) {
@@ -123,7 +121,6 @@ Deno.test("a job fails until its last attempt, and then is dead", async () => {
 });
 
 Deno.test("a permanent failure is dead at its first attempt", async () => {
-  await using db = await createDatabase();
   const { id, lease_token } = await enqueueAndClaim(db.sql);
   const { status } = only(
     await db.sql`select fail_job(${id}, ${lease_token}, 'no such user', permanent => true) as status`,
@@ -134,7 +131,6 @@ Deno.test("a permanent failure is dead at its first attempt", async () => {
 });
 
 Deno.test("a failed attempt leaves a row that says what, when, by whom and what comes next", async () => {
-  await using db = await createDatabase();
   const { id, lease_token } = await enqueueAndClaim(db.sql);
   const answer = only(
     await db.sql`select * from fail_jobs(${db.sql.json([{ id, lease_token, error: "boom" }])})`,
@@ -158,14 +154,12 @@ Deno.test("a failed attempt leaves a row that says what, when, by whom and what 
 });
 
 Deno.test("a failure without a message says so", async () => {
-  await using db = await createDatabase();
   const { id, lease_token } = await enqueueAndClaim(db.sql);
   await db.sql`select fail_job(${id}, ${lease_token}, null)`;
   assert.equal((await job(db.sql, id)).last_error, "failed without a message");
 });
 
 Deno.test("of a batch, the jobs that are still held fail, each in its own way", async () => {
-  await using db = await createDatabase();
   for (let i = 0; i < 3; i++) await enqueue(db.sql);
   const [a, b, c] = await claim(db.sql);
   assert.ok(a && b && c);

@@ -1,8 +1,10 @@
 import assert from "node:assert/strict";
 import postgres from "postgres";
 import { setVaultSecrets } from "../../scripts/local/stack.ts";
-import { createDatabase, cronSecret, type TestDatabase } from "../support.ts";
-import { enqueue, only, projectUrl, setUpDispatch } from "./queue.ts";
+import { createDatabase, cronSecret } from "../support.ts";
+import { type Database, enqueue, only, projectUrl, setUpDispatch, sharedDatabase } from "./queue.ts";
+
+const db = sharedDatabase();
 
 interface Item {
   ok: boolean;
@@ -22,7 +24,7 @@ async function item(sql: postgres.Sql, name: string): Promise<Item> {
 }
 
 /** A run of the tick as pg_cron records it. */
-async function recordRun(db: TestDatabase, status: string, ago: string, message = ""): Promise<void> {
+async function recordRun(db: Database, status: string, ago: string, message = ""): Promise<void> {
   await db.connect("supabase_admin", { max: 1 })`
     insert into cron.job_run_details (jobid, username, status, return_message, start_time)
     select jobid, 'postgres', ${status}, ${message}, now() - ${ago}::interval
@@ -46,7 +48,6 @@ async function recordAnswer(
 }
 
 Deno.test("when all is set up and runs, every item holds and nothing is to be done", async () => {
-  await using db = await createDatabase();
   await setUpDispatch(db);
   await recordRun(db, "succeeded", "5 seconds");
   await recordAnswer(db.sql, { status: 202 });
@@ -65,7 +66,6 @@ Deno.test("when all is set up and runs, every item holds and nothing is to be do
 });
 
 Deno.test("secrets that are missing or wrong are named, and never shown", async () => {
-  await using db = await createDatabase();
   for (const name of ["project_url", "cron_secret"]) {
     const { ok, detail, todo } = await item(db.sql, name);
     assert.deepEqual([ok, detail], [false, "not in Vault"]);
@@ -81,7 +81,6 @@ Deno.test("secrets that are missing or wrong are named, and never shown", async 
 });
 
 Deno.test("what the tick calls unusable is not called fine here", async () => {
-  await using db = await createDatabase();
   for (const cron_secret of ["short", " ", `${" ".repeat(40)}`, `short,${cronSecret}`]) {
     await setVaultSecrets(db.url("postgres"), { project_url: projectUrl, cron_secret });
     await assert.rejects(db.sql`select private.tick()`, { code: "55000" });
@@ -101,7 +100,6 @@ Deno.test("extensions that are missing are named, and the rest still answers", a
 });
 
 Deno.test("a tick that is off, never ran, failed or stopped is told apart", async () => {
-  await using db = await createDatabase();
   assert.match((await item(db.sql, "tick")).detail, /has never run/);
   await recordRun(db, "succeeded", "2 minutes");
   assert.match((await item(db.sql, "tick")).todo ?? "", /has stopped running jobs/);
@@ -118,7 +116,6 @@ Deno.test("a tick that is off, never ran, failed or stopped is told apart", asyn
 });
 
 Deno.test("the worker's last answer is shown, with what to do about it", async () => {
-  await using db = await createDatabase();
   assert.equal((await item(db.sql, "worker")).detail, "not poked in the last 6 hours");
   const answers: [answer: Parameters<typeof recordAnswer>[1], detail: RegExp, todo: RegExp][] = [
     [{ status: 202, content: "{}" }, /: 202$/, /^$/],
@@ -138,14 +135,12 @@ Deno.test("the worker's last answer is shown, with what to do about it", async (
 });
 
 Deno.test("a poke that was just sent hides no answer to the one before", async () => {
-  await using db = await createDatabase();
   await recordAnswer(db.sql, { status: 401, content: "" });
   await db.sql`insert into private.pokes values (8, 'wake', clock_timestamp())`;
   assert.match((await item(db.sql, "worker")).detail, /: 401/);
 });
 
 Deno.test("jobs that have waited for more than a minute are a sign that nothing works them", async () => {
-  await using db = await createDatabase();
   await db.sql`select enqueue_job('test', delay => '1 hour')`;
   assert.deepEqual(await item(db.sql, "ready jobs"), { ok: true, detail: "none", todo: null });
   const id = await enqueue(db.sql);
@@ -157,7 +152,6 @@ Deno.test("jobs that have waited for more than a minute are a sign that nothing 
 });
 
 Deno.test("service_role may ask, although it may read none of what is asked", async () => {
-  await using db = await createDatabase();
   const api = db.connect("authenticator", { max: 1 });
   await api`set role service_role`;
   assert.equal((await api`select * from job_dispatch_health()`).length, 6);

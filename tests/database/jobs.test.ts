@@ -1,9 +1,9 @@
 import assert from "node:assert/strict";
-import { createDatabase } from "../support.ts";
-import { only } from "./queue.ts";
+import { only, sharedDatabase } from "./queue.ts";
+
+const db = sharedDatabase();
 
 Deno.test("a plain insert of a kind is a complete job, due at once", async () => {
-  await using db = await createDatabase();
   const { id, created_at, updated_at, available_at, ...rest } = only(
     await db.sql`insert into jobs (kind) values ('send_email') returning *`,
   );
@@ -32,7 +32,6 @@ Deno.test("a plain insert of a kind is a complete job, due at once", async () =>
 });
 
 Deno.test("an id is a version 7 UUID of the moment of the insert", async () => {
-  await using db = await createDatabase();
   const rows = await db.sql<{ id: string; ms: string }[]>`
     insert into jobs (kind) select 'test' from generate_series(1, 200)
     returning id, (extract(epoch from created_at) * 1000)::bigint as ms`;
@@ -44,7 +43,6 @@ Deno.test("an id is a version 7 UUID of the moment of the insert", async () => {
 });
 
 Deno.test("ids and times rise within a batch of 1,000, in the order in which it was given", async () => {
-  await using db = await createDatabase();
   await db.sql`insert into jobs (kind, payload) select 'test', to_jsonb(n) from generate_series(1, 1000) n`;
   const expected = Array.from({ length: 1000 }, (_, i) => i + 1);
   const order = async (column: string) =>
@@ -55,7 +53,6 @@ Deno.test("ids and times rise within a batch of 1,000, in the order in which it 
 });
 
 Deno.test("ids and times rise within one transaction, whose now() stands still", async () => {
-  await using db = await createDatabase();
   await db.sql.begin(async (tx) => {
     for (const n of [1, 2, 3, 4, 5]) await tx`insert into jobs (kind, payload) values ('test', ${n})`;
   });
@@ -65,7 +62,6 @@ Deno.test("ids and times rise within one transaction, whose now() stands still",
 });
 
 Deno.test("a status and the timestamps that it implies cannot contradict each other", async () => {
-  await using db = await createDatabase();
   const contradictions = [
     "status = 'running'",
     "lease_expires_at = now()",
@@ -86,7 +82,6 @@ Deno.test("a status and the timestamps that it implies cannot contradict each ot
 });
 
 Deno.test("a kind is a lower-case name of at most 63 characters", async () => {
-  await using db = await createDatabase();
   for (const kind of ["a", "send_email", "k2", "a".repeat(63)]) {
     await db.sql`insert into jobs (kind) values (${kind})`;
     await db.sql`insert into job_kinds (kind) values (${kind})`;
@@ -99,7 +94,6 @@ Deno.test("a kind is a lower-case name of at most 63 characters", async () => {
 });
 
 Deno.test("numbers out of range are refused", async () => {
-  await using db = await createDatabase();
   await db.sql`insert into jobs (kind, priority, max_attempts) values ('test', -100, 1), ('test', 100, 1000)`;
   for (
     const [column, value] of [["priority", 101], ["priority", -101], ["max_attempts", 0], ["attempts", -1]]

@@ -2,7 +2,9 @@ import assert from "node:assert/strict";
 import postgres from "postgres";
 import { createDatabase } from "../support.ts";
 import { startBareServer } from "./bare.ts";
-import { only, setUpDispatch } from "./queue.ts";
+import { only, setUpDispatch, sharedDatabase } from "./queue.ts";
+
+const db = sharedDatabase();
 
 const apiRoles = ["anon", "authenticated"];
 
@@ -88,7 +90,6 @@ async function useAsServiceRole(api: postgres.Sql): Promise<void> {
 }
 
 Deno.test("where new things are granted to everyone, anon and authenticated still get nothing", async () => {
-  await using db = await createDatabase();
   const grants = await db.sql`select from pg_default_acl where defaclacl::text like '%anon=%'`;
   assert.ok(grants.count >= 3, "this database grants tables, functions and sequences by default");
   assert.ok((await relations(db.sql)).length >= 7 && (await functions(db.sql)).length >= 15);
@@ -128,14 +129,12 @@ Deno.test("the check above finds a table, a column, a sequence and a function th
 });
 
 Deno.test("row level security is on for every table, and no policy opens one", async () => {
-  await using db = await createDatabase();
   const tables = (await relations(db.sql)).filter(({ kind }) => kind === "r");
   assert.deepEqual(tables.filter(({ secured }) => !secured), []);
   assert.equal((await db.sql`select from pg_policies where schemaname in ('public', 'private')`).count, 0);
 });
 
 Deno.test("every function pins its search_path, has no overload, and only the listed ones run as their owner", async () => {
-  await using db = await createDatabase();
   const all = await functions(db.sql);
   const unpinned = all.filter(({ settings }) => !settings?.includes('search_path=""'));
   assert.deepEqual(unpinned.map(({ name }) => name), []);
@@ -160,8 +159,7 @@ Deno.test("service_role cannot call what reads the secret, nor read which pokes 
   for (const query of refused) await assert.rejects(api.unsafe(query), { code: "42501" }, query);
 });
 
-Deno.test("a user's request is refused everything, in words of Postgres", async () => {
-  await using db = await createDatabase();
+Deno.test("a request as anon or authenticated is refused: inserts, reads and calls", async () => {
   const api = db.connect("authenticator", { max: 1 });
   for (const role of apiRoles) {
     await api`set role ${api(role)}`;

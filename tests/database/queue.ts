@@ -1,9 +1,48 @@
 import assert from "node:assert/strict";
 import postgres from "postgres";
 import { setVaultSecrets } from "../../scripts/local/stack.ts";
-import { cronSecret, type TestDatabase, until } from "../support.ts";
+import { createDatabase, cronSecret, type TestDatabase, until } from "../support.ts";
 
 /** What the tests of the SQL say often. */
+
+export type Database = Omit<TestDatabase, typeof Symbol.asyncDispose>;
+
+/**
+ * One database for the tests of a file, since making one takes longer than most of them. Each finds it as the migrations
+ * leave it: no jobs, no settings, no secrets, nothing queued, dispatch on. A test that changes more makes its own.
+ */
+export function sharedDatabase(): Database {
+  let made: TestDatabase | undefined;
+  const db = () => {
+    assert.ok(made, "the database exists while tests run");
+    return made;
+  };
+  Deno.test.beforeAll(async () => {
+    made = await createDatabase();
+  });
+  Deno.test.beforeEach(() => reset(db().sql));
+  Deno.test.afterAll(async () => await db()[Symbol.asyncDispose]());
+  return {
+    get sql() {
+      return db().sql;
+    },
+    url: (user) => db().url(user),
+    connect: (user, options) => db().connect(user, options),
+  };
+}
+
+async function reset(sql: postgres.Sql): Promise<void> {
+  await sql.unsafe(`
+    -- What a failed test has left open must not hold up the next.
+    select pg_terminate_backend(pid) from pg_stat_activity
+    where datname = current_database() and usename = 'postgres' and pid <> pg_backend_pid() and xact_start is not null;
+    truncate public.jobs, public.job_failures, public.job_kinds, private.turn, private.awake_workers, private.pokes,
+      net.http_request_queue, net._http_response;
+    delete from vault.secrets where true;
+    delete from cron.job_run_details where true;
+    select enable_dispatch();
+  `).simple();
+}
 
 /** The one row of a result; fails when there are more or none. */
 export function only<T>(rows: readonly T[]): T {
@@ -55,14 +94,14 @@ export async function expireLeases(sql: postgres.Sql): Promise<void> {
 }
 
 /** A connection for a transaction that is left open, and its process id. */
-export async function openTransaction(db: TestDatabase): Promise<{ sql: postgres.Sql; pid: number }> {
+export async function openTransaction(db: Database): Promise<{ sql: postgres.Sql; pid: number }> {
   const sql = db.connect("postgres", { max: 1 });
   await sql`begin`;
   return { sql, pid: only(await sql<{ pid: number }[]>`select pg_backend_pid() as pid`).pid };
 }
 
 /** Waits until that process holds a lock that another waits for. */
-export async function untilBlocking(db: TestDatabase, pid: number): Promise<void> {
+export async function untilBlocking(db: Database, pid: number): Promise<void> {
   await until(
     "a session that waits for the other",
     async () =>
@@ -76,7 +115,7 @@ export const projectUrl = "http://127.0.0.1:9";
 export const workerUrl = `${projectUrl}/functions/v1/job-worker`;
 
 /** Writes to Vault what dispatch needs, so that pokes are queued. Nothing sends them in a database of a test. */
-export async function setUpDispatch(db: TestDatabase): Promise<void> {
+export async function setUpDispatch(db: Database): Promise<void> {
   await setVaultSecrets(db.url("postgres"), { project_url: projectUrl, cron_secret: cronSecret });
 }
 

@@ -1,16 +1,17 @@
 import assert from "node:assert/strict";
-import { createDatabase } from "../support.ts";
-import { claim, enqueue, enqueueAndClaim, job, only } from "./queue.ts";
+import { claim, enqueue, enqueueAndClaim, job, only, sharedDatabase } from "./queue.ts";
 import { testFence } from "./settle.ts";
 
+const db = sharedDatabase();
+
 testFence(
+  db,
   "release_jobs",
   async (sql, id, lease_token) =>
     (await sql`select release_jobs(${sql.json([{ id, lease_token }])})`).count === 1,
 );
 
 Deno.test("a released job is pending again, its attempt uncounted, in its old place", async () => {
-  await using db = await createDatabase();
   const first = await enqueue(db.sql);
   const second = await enqueue(db.sql);
   const { id, lease_token } = only(await claim(db.sql, 1));
@@ -28,7 +29,6 @@ Deno.test("a released job is pending again, its attempt uncounted, in its old pl
 });
 
 Deno.test("a token never comes again, although the attempt does", async () => {
-  await using db = await createDatabase();
   await enqueue(db.sql);
   const tokens = new Set<number>();
   for (let i = 0; i < 5; i++) {
@@ -41,7 +41,6 @@ Deno.test("a token never comes again, although the attempt does", async () => {
 });
 
 Deno.test("a delay, as an interval or in seconds, is how long the job then waits", async () => {
-  await using db = await createDatabase();
   const waitOf = async (delay: string | number) => {
     const { id, lease_token } = await enqueueAndClaim(db.sql);
     await db.sql`select release_jobs(${db.sql.json([{ id, lease_token, delay }])})`;

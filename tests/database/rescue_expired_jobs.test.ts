@@ -1,5 +1,4 @@
 import assert from "node:assert/strict";
-import { createDatabase } from "../support.ts";
 import {
   claim,
   cost,
@@ -10,13 +9,15 @@ import {
   only,
   openTransaction,
   rowText,
+  sharedDatabase,
   untilBlocking,
 } from "./queue.ts";
+
+const db = sharedDatabase();
 
 const rescue = "select rescue_expired_jobs() as n";
 
 Deno.test("a job whose lease ran out is available again at once, and that attempt has failed", async () => {
-  await using db = await createDatabase();
   const { id, lease_token } = await enqueueAndClaim(db.sql);
   await expireLeases(db.sql);
   assert.equal(only(await db.sql.unsafe(rescue)).n, 1);
@@ -34,7 +35,6 @@ Deno.test("a job whose lease ran out is available again at once, and that attemp
 });
 
 Deno.test("a lease that runs out on the last attempt makes the job dead, and last_error says why", async () => {
-  await using db = await createDatabase();
   await db.sql`insert into jobs (kind, max_attempts) values ('test', 2)`;
   for (const status of ["pending", "dead"]) {
     const { id } = only(await claim(db.sql));
@@ -49,7 +49,6 @@ Deno.test("a lease that runs out on the last attempt makes the job dead, and las
 });
 
 Deno.test("a lease that holds, and anything that is not running, is left alone", async () => {
-  await using db = await createDatabase();
   const running = await enqueueAndClaim(db.sql);
   const succeeded = await enqueueAndClaim(db.sql);
   await db.sql`select complete_job(${succeeded.id}, ${succeeded.lease_token})`;
@@ -61,7 +60,6 @@ Deno.test("a lease that holds, and anything that is not running, is left alone",
 });
 
 Deno.test("at most max_jobs are rescued, those that ran out first", async () => {
-  await using db = await createDatabase();
   for (let i = 0; i < 3; i++) await enqueue(db.sql);
   const [a, b, c] = await claim(db.sql);
   assert.ok(a && b && c);
@@ -76,7 +74,6 @@ Deno.test("at most max_jobs are rescued, those that ran out first", async () => 
 });
 
 Deno.test("a job that is being completed is not waited for, and stays completed", async () => {
-  await using db = await createDatabase();
   const { id, lease_token } = await enqueueAndClaim(db.sql);
   await expireLeases(db.sql);
   const worker = await openTransaction(db);
@@ -89,7 +86,6 @@ Deno.test("a job that is being completed is not waited for, and stays completed"
 });
 
 Deno.test("a worker that completes while its job is being rescued is told that it lost it", async () => {
-  await using db = await createDatabase();
   const { id, lease_token } = await enqueueAndClaim(db.sql);
   await expireLeases(db.sql);
   const rescuer = await openTransaction(db);
@@ -102,7 +98,6 @@ Deno.test("a worker that completes while its job is being rescued is told that i
 });
 
 Deno.test("a worker that completes while a rescue rolls back keeps its job", async () => {
-  await using db = await createDatabase();
   const { id, lease_token } = await enqueueAndClaim(db.sql);
   await expireLeases(db.sql);
   const rescuer = await openTransaction(db);
@@ -115,7 +110,6 @@ Deno.test("a worker that completes while a rescue rolls back keeps its job", asy
 });
 
 Deno.test("leases that hold cost a rescue nothing", async () => {
-  await using db = await createDatabase();
   const sql = db.connect("postgres", { max: 1 });
   await cost(sql, rescue); // what is cached once per session is read here
   await sql`

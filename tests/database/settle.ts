@@ -1,16 +1,23 @@
 import assert from "node:assert/strict";
 import postgres from "postgres";
-import { createDatabase } from "../support.ts";
-import { type Claim, claim, enqueue, enqueueAndClaim, expireLeases, job, only, rowText } from "./queue.ts";
+import {
+  type Claim,
+  claim,
+  type Database,
+  enqueue,
+  enqueueAndClaim,
+  expireLeases,
+  job,
+  only,
+  rowText,
+} from "./queue.ts";
 
 /** Settles one job by a token; true when it was held. */
 export type Settle = (sql: postgres.Sql, id: string, leaseToken: number) => Promise<boolean>;
 
 /** What every function that settles a claim must hold to, as one test. */
-export function testFence(name: string, settle: Settle): void {
+export function testFence(db: Database, name: string, settle: Settle): void {
   Deno.test(`${name} is fenced by the lease token`, async (t) => {
-    await using db = await createDatabase();
-
     await t.step("a token that was never given, or is no longer, changes nothing and says so", async () => {
       const held = await enqueueAndClaim(db.sql);
       const before = await rowText(db.sql, held.id);

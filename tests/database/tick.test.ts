@@ -13,10 +13,12 @@ import {
   projectUrl,
   queuedPokes,
   setUpDispatch,
+  sharedDatabase,
 } from "./queue.ts";
 
+const db = sharedDatabase();
+
 Deno.test("a tick that finds nothing ready pokes nobody", async () => {
-  await using db = await createDatabase();
   await setUpDispatch(db);
   await db.sql`select private.tick()`;
   await db.sql`select enqueue_job('test', delay => '1 hour')`;
@@ -28,7 +30,6 @@ Deno.test("a tick that finds nothing ready pokes nobody", async () => {
 });
 
 Deno.test("it pokes one worker for each 100 ready jobs, five at most, less those at work or on their way", async () => {
-  await using db = await createDatabase();
   await setUpDispatch(db);
   const tick = async () => {
     await emptyNetQueue(db.sql);
@@ -63,7 +64,6 @@ Deno.test("it pokes one worker for each 100 ready jobs, five at most, less those
 });
 
 Deno.test("pokes of the tick are noted as such", async () => {
-  await using db = await createDatabase();
   await setUpDispatch(db);
   await enqueue(db.sql);
   await emptyNetQueue(db.sql);
@@ -75,7 +75,6 @@ Deno.test("pokes of the tick are noted as such", async () => {
 });
 
 Deno.test("it gives the jobs of a worker that died to another at once", async () => {
-  await using db = await createDatabase();
   await setUpDispatch(db);
   const { id } = await enqueueAndClaim(db.sql);
   await emptyNetQueue(db.sql);
@@ -96,7 +95,6 @@ const unusable: [message: RegExp, secrets: Record<string, string>][] = [
   [/: cron_secret in Vault is shorter/, { project_url: projectUrl, cron_secret: `short,${cronSecret}` }],
 ];
 Deno.test("what is not set up is named, and the hint points to job_dispatch_health", async () => {
-  await using db = await createDatabase();
   for (const [message, secrets] of unusable) {
     await db.sql`delete from vault.secrets where true`;
     await setVaultSecrets(db.url("postgres"), secrets);
@@ -120,7 +118,6 @@ Deno.test("an extension that is missing is named", async (t) => {
 });
 
 Deno.test("it removes pokes older than six hours and promises that ran out a minute ago", async () => {
-  await using db = await createDatabase();
   await setUpDispatch(db);
   await db.sql`
     insert into private.pokes values (1, 'old', clock_timestamp() - interval '361 minutes'),
@@ -136,7 +133,6 @@ Deno.test("it removes pokes older than six hours and promises that ran out a min
 });
 
 Deno.test("its cost does not depend on jobs that are not due", async () => {
-  await using db = await createDatabase();
   const sql = db.connect("postgres", { max: 1 });
   await cost(sql, "select private.count_ready_jobs(500)"); // what is cached once per session is read here
   await sql`

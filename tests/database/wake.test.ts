@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import postgres from "postgres";
-import { createDatabase, cronSecret, type TestDatabase } from "../support.ts";
+import { createDatabase, cronSecret } from "../support.ts";
 import { setVaultSecrets } from "../../scripts/local/stack.ts";
 import {
   emptyNetQueue,
@@ -10,15 +10,11 @@ import {
   projectUrl,
   queuedPokes,
   setUpDispatch,
+  sharedDatabase,
   workerUrl,
 } from "./queue.ts";
 
-/** A database in which an enqueue pokes; nothing takes what is queued there. */
-async function createDispatchingDatabase(): Promise<TestDatabase> {
-  const db = await createDatabase();
-  await setUpDispatch(db);
-  return db;
-}
+const db = sharedDatabase();
 
 /** Enqueues, and gives back how many pokes that queued. */
 async function pokesOf(sql: postgres.Sql, insert: () => Promise<unknown>): Promise<number> {
@@ -28,7 +24,7 @@ async function pokesOf(sql: postgres.Sql, insert: () => Promise<unknown>): Promi
 }
 
 Deno.test("the first due job pokes the worker with the secret; while that is queued no other does", async () => {
-  await using db = await createDispatchingDatabase();
+  await setUpDispatch(db);
   await enqueue(db.sql);
   const poke = only(
     await db.sql`
@@ -53,7 +49,7 @@ Deno.test("the first due job pokes the worker with the secret; while that is que
 });
 
 Deno.test("a plain insert of many jobs, by the API's role, makes one poke", async () => {
-  await using db = await createDispatchingDatabase();
+  await setUpDispatch(db);
   const api = db.connect("authenticator", { max: 1 });
   await api`set role service_role`;
   await api`insert into jobs (kind) select 'test' from generate_series(1, 500)`;
@@ -61,7 +57,7 @@ Deno.test("a plain insert of many jobs, by the API's role, makes one poke", asyn
 });
 
 Deno.test("a job that is not due makes no poke, unless one beside it is", async () => {
-  await using db = await createDispatchingDatabase();
+  await setUpDispatch(db);
   assert.equal(await pokesOf(db.sql, () => db.sql`select enqueue_job('test', delay => '1 minute')`), 0);
   const finished = () => db.sql`insert into jobs (kind, status, finished_at) values ('test', 'dead', now())`;
   assert.equal(await pokesOf(db.sql, finished), 0);
@@ -73,7 +69,7 @@ Deno.test("a job that is not due makes no poke, unless one beside it is", async 
 });
 
 Deno.test("while a worker has promised to look by itself nobody is poked; after that, again", async () => {
-  await using db = await createDispatchingDatabase();
+  await setUpDispatch(db);
   const promise = () => db.sql`select * from claim_jobs('w', 100, awake_for => '1 minute')`;
   await promise();
   assert.equal(await pokesOf(db.sql, () => enqueue(db.sql)), 0);
@@ -87,14 +83,14 @@ Deno.test("while a worker has promised to look by itself nobody is poked; after 
 });
 
 Deno.test("one worker's promise is not taken back by another's claim", async () => {
-  await using db = await createDispatchingDatabase();
+  await setUpDispatch(db);
   await db.sql`select * from claim_jobs('w', awake_for => '1 minute')`;
   await db.sql`select * from claim_jobs('other')`;
   assert.equal(await pokesOf(db.sql, () => enqueue(db.sql)), 0);
 });
 
 Deno.test("1,000 single inserts make one poke while nothing drains the queue, a few when they come at once", async () => {
-  await using db = await createDispatchingDatabase();
+  await setUpDispatch(db);
   const one = db.connect("postgres", { max: 1 });
   await Promise.all(Array.from({ length: 1000 }, () => one`insert into jobs (kind) values ('test')`));
   assert.equal(await queuedPokes(db.sql), 1);
@@ -105,7 +101,7 @@ Deno.test("1,000 single inserts make one poke while nothing drains the queue, a 
 });
 
 Deno.test("an enqueuing transaction that stays open neither suppresses nor delays another's poke", async () => {
-  await using db = await createDispatchingDatabase();
+  await setUpDispatch(db);
   const open = await openTransaction(db);
   await enqueue(open.sql);
   assert.equal(await queuedPokes(open.sql), 1);
@@ -116,7 +112,7 @@ Deno.test("an enqueuing transaction that stays open neither suppresses nor delay
 });
 
 Deno.test("after disable_dispatch an enqueue pokes nobody, after enable_dispatch it does", async () => {
-  await using db = await createDispatchingDatabase();
+  await setUpDispatch(db);
   await db.sql`select disable_dispatch()`;
   assert.equal(await pokesOf(db.sql, () => enqueue(db.sql)), 0);
   await db.sql`select enable_dispatch()`;
@@ -124,7 +120,6 @@ Deno.test("after disable_dispatch an enqueue pokes nobody, after enable_dispatch
 });
 
 Deno.test("of two secrets, as there are while one is rotated, the first is sent, and no white space", async () => {
-  await using db = await createDatabase();
   const second = "another-secret-that-is-about-to-go-away";
   await setVaultSecrets(db.url("postgres"), {
     project_url: projectUrl + "/",
@@ -145,7 +140,6 @@ const unusable: Record<string, Record<string, string>> = {
   "a project_url without a host": { project_url: "https:///", cron_secret: cronSecret },
 };
 Deno.test("a setting that is missing or wrong never fails an enqueue", async (t) => {
-  await using db = await createDatabase();
   for (const [name, secrets] of Object.entries(unusable)) {
     await t.step(name, async () => {
       await db.sql`delete from vault.secrets where true`;
@@ -160,7 +154,8 @@ Deno.test("a setting that is missing or wrong never fails an enqueue", async (t)
 Deno.test("an extension that is missing never fails an enqueue", async (t) => {
   for (const extension of ["pg_net", "supabase_vault", "pg_cron"]) {
     await t.step(extension, async () => {
-      await using db = await createDispatchingDatabase();
+      await using db = await createDatabase();
+      await setUpDispatch(db);
       await db.connect("supabase_admin", { max: 1 }).unsafe(`drop extension ${extension} cascade`);
       await enqueue(db.sql);
       assert.equal((await db.sql`select from claim_jobs('w')`).count, 1);
@@ -176,7 +171,7 @@ Deno.test("a table that another session has locked never fails an enqueue, nor h
     "private.dispatch",
     "private.pokes",
   ];
-  await using db = await createDispatchingDatabase();
+  await setUpDispatch(db);
   const admin = db.connect("supabase_admin", { max: 1 });
   const hurried = db.connect("postgres", { max: 1, connection: { statement_timeout: 2000 } });
   for (const table of tables) {
@@ -194,7 +189,6 @@ Deno.test("a table that another session has locked never fails an enqueue, nor h
 });
 
 Deno.test("a poke that fails leaves the caller's transaction usable", async () => {
-  await using db = await createDatabase();
   await db.sql.begin(async (tx) => {
     await tx`insert into jobs (kind) values ('test')`;
     await tx`insert into jobs (kind) values ('test')`;
