@@ -141,8 +141,13 @@ Deno.test("a body above 64 kB is answered 413, by its Content-Length or by count
     using connection = await Deno.connect({ transport: "unix", path: worker.socket });
     const head = `POST /job-worker HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer ${cronSecret}\r\n`;
     await new Response(head + rest).body?.pipeTo(connection.writable, { preventClose: true });
-    const { value } = await connection.readable.getReader().read();
-    assert.match(new TextDecoder().decode(value), /^HTTP\/1\.1 413 /);
+    let answer = "";
+    const reading = connection.readable.getReader().read().then(({ value }) => {
+      answer = new TextDecoder().decode(value);
+    });
+    await until("an answer", () => answer, 5_000);
+    await reading;
+    assert.match(answer, /^HTTP\/1\.1 413 /);
   }
 });
 

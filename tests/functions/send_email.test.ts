@@ -186,7 +186,7 @@ Deno.test("a second attempt whose first one got through sends no second mail", a
     const mails: { id: string }[] = await (await fetch(`http://127.0.0.1:${outbox.port}/emails`)).json();
     assert.deepEqual(mails.map(({ id }) => id), [result.id]);
     assert.equal(printed.length, 1);
-    assert.match(printed[0] ?? "", /^mail to ada@example\.com: Welcome, Ada\n    Hello Ada,/);
+    assert.match(printed[0] ?? "", /^mail to ada@example\.com: Welcome, Ada\n +Hello Ada,/);
   } finally {
     await outbox.stop();
   }

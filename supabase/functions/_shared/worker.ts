@@ -232,10 +232,12 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
 /** One run of one handler, from payload to outcome. Never throws. */
 async function attempt(app: App, entry: Held): Promise<Outcome> {
   const { job, controller } = entry;
-  // A kind may be called as something that every object inherits, such as "constructor".
-  const kind = Object.hasOwn(app.kinds, job.kind) ? app.kinds[job.kind] : undefined;
-  const handler = Object.hasOwn(app.handlers, job.kind) ? app.handlers[job.kind] : undefined;
-  if (!kind || !handler) return { failed: { error: `unknown_kind: ${job.kind}`, permanent: true } };
+  const kind = app.kinds[job.kind];
+  const handler = app.handlers[job.kind];
+  // A job may also name what every object inherits, such as "constructor".
+  if (!kind || !handler || !Object.hasOwn(app.kinds, job.kind)) {
+    return { failed: { error: `unknown_kind: ${job.kind}`, permanent: true } };
+  }
   const timeoutMs = settings?.get(job.kind) ?? 45_000;
   const timer = setTimeout(() => stop(entry, "timeout"), timeoutMs);
   try {
