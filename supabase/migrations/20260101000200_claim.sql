@@ -103,10 +103,10 @@ revoke all on private.awake_workers from public, anon, authenticated;
 grant select, insert, update, delete on private.awake_workers to service_role;
 
 -- Claims up to `max_jobs` due jobs for `lease_seconds`, of any kind or of `kinds`, and counts an attempt for each. They
--- come in the order in which they are to start. `worker` is a name for locked_by. With `awake_for` (an interval) the
--- caller promises to claim again within that time, which spares the project a poke per enqueue; a claim that fills up,
--- or one without awake_for, takes the promise back, since such a worker takes no more work for now.
--- At most 1000 jobs, the most rows that REST gives back. Raises 22023 naming the argument that is not usable.
+-- come in the order in which they are to start, each with how long the attempt may run. `worker` is a name for locked_by.
+-- With `awake_for` (an interval) the caller promises to claim again within that time, which spares the project a poke per
+-- enqueue; a claim that fills up, or one without awake_for, takes the promise back, since such a worker takes no more work
+-- for now. At most 1000 jobs, the most rows that REST gives back. Raises 22023 naming the argument that is not usable.
 create function public.claim_jobs(
   worker text,
   max_jobs int default 10,
@@ -115,7 +115,7 @@ create function public.claim_jobs(
   awake_for interval default null
 ) returns table (
   id uuid, kind text, payload jsonb, attempts int, max_attempts int, lease_token int, context jsonb,
-  created_at timestamptz, lease_expires_at timestamptz
+  created_at timestamptz, lease_expires_at timestamptz, timeout_ms int
 )
 language plpgsql
 set search_path = ''
@@ -203,7 +203,7 @@ begin
     returning j.*
   )
   select c.id, c.kind, c.payload, c.attempts, coalesce(c.max_attempts, k.max_attempts, 5), c.lease_token, c.context,
-    c.created_at, c.lease_expires_at
+    c.created_at, c.lease_expires_at, coalesce(k.timeout_ms, 45000)
   from claimed c
   left join public.job_kinds k on k.kind = c.kind
   order by c.priority desc, c.available_at, c.id;

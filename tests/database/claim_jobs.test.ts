@@ -28,6 +28,7 @@ Deno.test("a claimed job is leased to the worker, and the attempt is counted", a
     context: { user: 5 },
     created_at: row.created_at,
     lease_expires_at: row.lease_expires_at,
+    timeout_ms: 45000,
   });
   assert.deepEqual([row.status, row.attempts, row.lease_token, row.locked_by], ["running", 1, 1, "worker 1"]);
   assert.equal(Math.round((row.lease_expires_at - row.locked_at) / 1000), 90);
@@ -43,6 +44,15 @@ Deno.test("max_attempts is the job's own, else its kind's, else 5", async () => 
     "known 8",
     "unknown 5",
   ]);
+});
+
+Deno.test("how long an attempt may run is its kind's setting at the time of the claim", async () => {
+  await db.sql`insert into job_kinds (kind, timeout_ms) values ('test', 1000)`;
+  await enqueue(db.sql);
+  await enqueue(db.sql);
+  assert.equal(only(await claim(db.sql, 1)).timeout_ms, 1000);
+  await db.sql`update job_kinds set timeout_ms = 2000 where kind = 'test'`;
+  assert.equal(only(await claim(db.sql, 1)).timeout_ms, 2000);
 });
 
 Deno.test("8 workers and 5,000 jobs: each is claimed exactly once and completed once", async () => {

@@ -34,16 +34,16 @@ async function recordRun(db: Database, status: string, ago: string, message = ""
 /** A poke and what pg_net got for it. */
 async function recordAnswer(
   sql: postgres.Sql,
-  answer: { status?: number; content?: string; error?: string } | null,
+  answer: { status?: number; content?: string; error?: string; timedOut?: boolean } | null,
 ): Promise<void> {
   await sql`delete from private.pokes where true`;
   await sql`insert into private.pokes values (7, 'wake', clock_timestamp() - interval '1 minute')`;
   await sql`delete from net._http_response where true`;
   if (answer) {
-    const { status = null, content = null, error = null } = answer;
+    const { status = null, content = null, error = null, timedOut = false } = answer;
     await sql`
       insert into net._http_response (id, status_code, content, error_msg, timed_out)
-      values (7, ${status}, ${content}, ${error}, false)`;
+      values (7, ${status}, ${content}, ${error}, ${timedOut})`;
   }
 }
 
@@ -123,7 +123,8 @@ Deno.test("the worker's last answer is shown, with what to do about it", async (
     [{ status: 404, content: "Not found" }, /: 404 Not found$/, /functions deploy job-worker/],
     [{ status: 500, content: "x".repeat(400) }, /: 500 x{300}$/, /log of the function job-worker/],
     [{ error: "Could not resolve host" }, /: Could not resolve host$/, /project_url/],
-    [null, /: no answer$/, /net.worker_restart/],
+    [{ timedOut: true }, /: timed out$/, /did not answer within 5 s/],
+    [null, /: no answer is kept$/, /next poke/],
   ];
   for (const [answer, detail, todo] of answers) {
     await recordAnswer(db.sql, answer);
@@ -132,6 +133,23 @@ Deno.test("the worker's last answer is shown, with what to do about it", async (
     assert.match(worker.todo ?? "", todo);
     assert.equal(worker.ok, worker.todo === null);
   }
+});
+
+Deno.test("a poke that pg_net does not send is told from one whose answer is gone", async () => {
+  await setUpDispatch(db);
+  await enqueue(db.sql);
+  await db.sql`update private.pokes set poked_at = poked_at - interval '1 minute' where true`;
+  const { detail, todo } = await item(db.sql, "worker");
+  assert.match(detail, /: not sent yet$/);
+  assert.match(todo ?? "", /net.worker_restart/);
+});
+
+Deno.test("a run of the tick that has not started yet hides nothing", async () => {
+  await recordRun(db, "succeeded", "5 seconds");
+  await db.connect("supabase_admin", { max: 1 })`
+    insert into cron.job_run_details (jobid, username, status)
+    select jobid, 'postgres', 'starting' from cron.job where jobname = 'nightshift_tick'`;
+  assert.equal((await item(db.sql, "tick")).ok, true);
 });
 
 Deno.test("a poke that was just sent hides no answer to the one before", async () => {

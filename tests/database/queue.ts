@@ -63,6 +63,7 @@ export interface Claim {
   attempts: number;
   max_attempts: number;
   lease_token: number;
+  timeout_ms: number;
 }
 
 /** Claims up to `maxJobs` jobs as `worker`. */

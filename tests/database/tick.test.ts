@@ -134,30 +134,31 @@ Deno.test("it removes pokes older than six hours and promises that ran out a min
 
 Deno.test("its cost does not depend on jobs that are not due", async () => {
   const sql = db.connect("postgres", { max: 1 });
-  await cost(sql, "select private.count_ready_jobs(500)"); // what is cached once per session is read here
+  await cost(sql, "select private.ready_jobs(500)"); // what is cached once per session is read here
   await sql`
     insert into jobs (kind, available_at)
     select 'test', clock_timestamp() + interval '1 day' from generate_series(1, 20000)`;
-  const { buffers } = await cost(sql, "select private.count_ready_jobs(500)");
+  const { buffers } = await cost(sql, "select private.ready_jobs(500)");
   assert.ok(buffers < 100, `${buffers} buffers to find that none of 20,000 jobs is due`);
 });
 
 Deno.test("prune_cron_history removes this template's rows of more than a day ago, and nobody else's", async () => {
   await using db = await createDatabase();
-  await db
-    .sql`select cron.schedule('reports', '0 4 * * *', 'select 1'), cron.schedule('nightshiftx', '0 4 * * *', '')`;
+  const [id] = await db.sql`select cron.schedule('reports', '0 4 * * *', 'select 1')`;
+  // A run keeps the id that its job had before it was scheduled anew.
+  await db.sql`select disable_dispatch()`;
+  await db.sql`select enable_dispatch()`;
   await db.connect("supabase_admin", { max: 1 })`
-    insert into cron.job_run_details (jobid, username, command, start_time)
-    select j.jobid, 'postgres', j.jobname || ' ' || age, now() - age::interval
-    from cron.job j, unnest(array['25 hours', '23 hours']) age`;
+    insert into cron.job_run_details (jobid, username, command, return_message, start_time)
+    select ${id?.schedule}, 'postgres', command, age, now() - age::interval
+    from unnest(array['select private.tick()', 'select private.prune_cron_history()', 'select 1']) command,
+      unnest(array['25 hours', '23 hours']) age`;
   await db.sql`select private.prune_cron_history()`;
-  const left = await db.sql`select command from cron.job_run_details order by command`;
-  assert.deepEqual(left.map(({ command }) => command), [
-    "nightshift_prune 23 hours",
-    "nightshift_tick 23 hours",
-    "nightshiftx 23 hours",
-    "nightshiftx 25 hours",
-    "reports 23 hours",
-    "reports 25 hours",
+  const left = await db.sql`select command, return_message from cron.job_run_details order by 1, 2`;
+  assert.deepEqual(left.map((row) => `${row.command} ${row.return_message}`), [
+    "select 1 23 hours",
+    "select 1 25 hours",
+    "select private.prune_cron_history() 23 hours",
+    "select private.tick() 23 hours",
   ]);
 });

@@ -111,6 +111,15 @@ Deno.test("an enqueuing transaction that stays open neither suppresses nor delay
   assert.equal(await queuedPokes(db.sql), 1);
 });
 
+Deno.test("a poke that pg_net is sending counts as gone, however long the answers beside it take", async () => {
+  await setUpDispatch(db);
+  await enqueue(db.sql);
+  const sending = await openTransaction(db);
+  await sending.sql`delete from net.http_request_queue where true`;
+  assert.equal(await pokesOf(db.sql, () => enqueue(db.sql)), 1);
+  await sending.sql`commit`;
+});
+
 Deno.test("after disable_dispatch an enqueue pokes nobody, after enable_dispatch it does", async () => {
   await setUpDispatch(db);
   await db.sql`select disable_dispatch()`;
@@ -122,7 +131,7 @@ Deno.test("after disable_dispatch an enqueue pokes nobody, after enable_dispatch
 Deno.test("of two secrets, as there are while one is rotated, the first is sent, and no white space", async () => {
   const second = "another-secret-that-is-about-to-go-away";
   await setVaultSecrets(db.url("postgres"), {
-    project_url: projectUrl + "/",
+    project_url: `\t${projectUrl}/\n`,
     cron_secret: ` ${cronSecret}\n, ${second}`,
   });
   await enqueue(db.sql);

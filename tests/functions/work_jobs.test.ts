@@ -165,14 +165,31 @@ Deno.test("a handler is told about its job, and gets the payload as its schema m
 Deno.test("an attempt that takes too long is aborted and has failed with handler_timeout, though the handler goes on; the last one leaves the job dead", async () => {
   const file = newFile();
   const id = await enqueueOne("hang", { file });
-  const error = "handler_timeout: the handler was still running after 300 ms";
+  let error = "handler_timeout: the handler was still running after 300 ms";
   assert.deepEqual(await run(), [{ id, kind: "hang", status: "pending" }]);
   assert.deepEqual(await job(id), { id, status: "pending", attempts: 1, result: null, last_error: error });
   assert.deepEqual(await linesOf(file), [`${id} aborted`]);
 
+  // A changed setting holds from the next attempt on.
+  await stack.sql`update job_kinds set timeout_ms = 200 where kind = 'hang'`;
+  error = error.replace("300", "200");
   await makeDue(id);
   assert.deepEqual(await run(), [{ id, kind: "hang", status: "dead" }]);
   assert.deepEqual(await job(id), { id, status: "dead", attempts: 2, result: null, last_error: error });
+});
+
+Deno.test("a kind whose timeout does not fit into a worker's lifetime is left alone, and the log says so", async () => {
+  await stack.sql`update job_kinds set timeout_ms = 80000 where kind = 'describe'`;
+  await run(); // a worker that runs already has heard of the change after its next call
+  const id = await enqueueOne("describe", { amount: "1" });
+  assert.deepEqual(await run(), []);
+  assert(stack.lines.some((line) => line.includes('"kind_not_claimed","kind":"describe","timeoutMs":80000')));
+  await stack.sql`update job_kinds set timeout_ms = null where kind = 'describe'`;
+  await run();
+  await until(
+    "the job to be claimed again",
+    async () => (await run()).length > 0 || (await job(id)).attempts > 0,
+  );
 });
 
 Deno.test("what a handler throws decides: an error is retried, RetryAfterError says when, PermanentError is the end", async () => {

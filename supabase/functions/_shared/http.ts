@@ -16,8 +16,10 @@ export function problem(status: number, title: string, detail: string, headers: 
  * being rotated. Compares digests, in constant time.
  */
 export async function refuseWithoutCronSecret(request: Request): Promise<Response | null> {
-  const secrets = (Deno.env.get("CRON_SECRET") ?? "").split(",").map((secret) => secret.trim());
-  if (secrets.some((secret) => secret.length < MIN_SECRET_LENGTH)) {
+  const secrets = (Deno.env.get("CRON_SECRET") ?? "").split(",").map((secret) => secret.trim()).filter(
+    Boolean,
+  );
+  if (secrets.length === 0 || secrets.some((secret) => secret.length < MIN_SECRET_LENGTH)) {
     log("error", "cron_secret_unusable", {
       todo:
         `CRON_SECRET is unset or shorter than ${MIN_SECRET_LENGTH} characters: set it with supabase secrets set, ` +

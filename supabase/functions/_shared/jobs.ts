@@ -1,9 +1,10 @@
 import type { z } from "zod";
 import { kinds } from "../_app/kinds.ts";
+import { type App, describeIssue } from "./attempt.ts";
 import { callDatabase } from "./database.ts";
 import { JobError } from "./errors.ts";
 import type { Handler, HandlersOf } from "./kinds.ts";
-import { type App, describeIssue, wakeWorker, work, type WorkOptions, type WorkReport } from "./worker.ts";
+import { wakeWorker, work, type WorkOptions, type WorkReport } from "./worker.ts";
 
 /** The queue as this app uses it: the engine bound to the kinds declared in _app/kinds.ts. */
 

@@ -14,6 +14,7 @@ const claimedJob = z.object({
   context: z.unknown(),
   created_at: z.string(),
   lease_expires_at: z.string(),
+  timeout_ms: z.number(),
 }).transform((row) => ({
   id: row.id,
   kind: row.kind,
@@ -24,6 +25,7 @@ const claimedJob = z.object({
   context: row.context,
   createdAt: row.created_at,
   leaseExpiresAt: row.lease_expires_at,
+  timeoutMs: row.timeout_ms,
 }));
 const ids = z.array(z.string());
 

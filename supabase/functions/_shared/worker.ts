@@ -1,16 +1,8 @@
-import { errorText, JobError, PermanentError, RetryAfterError } from "./errors.ts";
-import type { Handler, Job, KindDeclarations } from "./kinds.ts";
+import { type App, attempt, type Held, stop } from "./attempt.ts";
+import { errorText } from "./errors.ts";
 import { log } from "./log.ts";
-import {
-  type ClaimedJob,
-  claimJobs,
-  completeJobs,
-  declareJobKinds,
-  extendJobs,
-  failJobs,
-  type Failure,
-  releaseJobs,
-} from "./queue.ts";
+import { type ClaimedJob, claimJobs, declareJobKinds, extendJobs } from "./queue.ts";
+import { createSettler, type Settled } from "./settler.ts";
 
 const LEASE_SECONDS = 60;
 /** A third of the lease: two heartbeats may be lost before the lease is. */
@@ -21,12 +13,6 @@ const POLL_MS = 50;
 const AWAKE_FOR_SECONDS = 1;
 /** How long the jobs at hand may take to end once the worker is told to stop. */
 const STOP_MS = 2_000;
-
-/** The app as the engine sees it. */
-export interface App {
-  kinds: KindDeclarations;
-  handlers: Record<string, Handler<never>>;
-}
 
 export interface WorkOptions {
   /** Only these kinds; all by default. */
@@ -43,30 +29,11 @@ export interface WorkOptions {
   linger?: boolean;
 }
 
-/** `lost`: the lease was, so what the handler did was refused. `released`: given back, the attempt not counted. */
-export type JobStatus = "succeeded" | "pending" | "dead" | "released" | "lost";
-
 export interface WorkReport {
-  results: { id: string; kind: string; status: JobStatus }[];
+  results: Settled[];
   /** Ended by lifetime, cap or signal while jobs were ready, or were expected by a worker that lingers. */
   backlog: boolean;
 }
-
-/** A claimed job until it is settled. */
-interface Held {
-  job: ClaimedJob;
-  controller: AbortController;
-  /** When the lease ends as far as this worker knows, on performance.now()'s clock. */
-  leaseEndsAt: number;
-  /** Why the handler was stopped, when it was not the handler's own doing. */
-  stopped?: "timeout" | "lost" | "released";
-  /** Only its settling is left: no heartbeat extends it, so that one that cannot be settled is given up with its lease. */
-  ended?: true;
-}
-
-type Outcome = { completed: unknown } | { failed: Omit<Failure, "id" | "leaseToken"> } | {
-  stopped: "lost" | "released";
-};
 
 interface Pool {
   hasRoom(): boolean;
@@ -89,7 +56,8 @@ export function wakeWorker(app: App, options: WorkOptions): Promise<WorkReport> 
   return pools.size < MAX_POOLS ? work(app, { ...options, linger: true }) : null;
 }
 
-let settings: Map<string, number> | undefined;
+/** How long an attempt of each kind may run, in ms, as this isolate last heard; the claim says it exactly. */
+let timeouts: Map<string, number> | undefined;
 
 /** Claims jobs into a pool of slots, runs their handlers and settles them, until nothing is ready. Never throws for a job. */
 export async function work(app: App, options: WorkOptions): Promise<WorkReport> {
@@ -97,7 +65,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   const worker = `edge-${crypto.randomUUID().slice(0, 8)}`;
   const endsAt = performance.now() + lifetimeMs;
   const held = new Set<Held>();
-  const results: WorkReport["results"] = [];
+  const results: Settled[] = [];
   const bell = createBell();
   let running = 0;
   let claimed = 0;
@@ -113,10 +81,19 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   const settler = createSettler(held, results);
   const heartbeat = setInterval(() => extendLeases(held), HEARTBEAT_MS);
   try {
-    const refreshed = declareJobKinds(app.kinds).then((fresh) => settings = fresh);
-    if (settings) {
-      refreshed.catch((error) => log("error", "declare_job_kinds_failed", { error: errorText(error) }));
-    } else await refreshed;
+    const declared = declareJobKinds(app.kinds).then((fresh) => timeouts = fresh);
+    if (timeouts) {
+      declared.catch((error) => log("error", "declare_job_kinds_failed", { error: errorText(error) }));
+    } else await declared;
+    for (const [kind, timeoutMs] of timeouts ?? []) {
+      if (timeoutMs <= lifetimeMs) continue;
+      log("error", "kind_not_claimed", {
+        kind,
+        timeoutMs,
+        lifetimeMs,
+        todo: "Give the kind a shorter timeout.",
+      });
+    }
 
     const backlog = await claimUntilIdle();
     accepting = false;
@@ -137,7 +114,12 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
     let looksLeft = 2;
     let failures = 0;
     while (true) {
-      if (signal?.aborted || claimed >= maxJobs) return full;
+      if (signal?.aborted) {
+        // Nobody pokes while the promise stands. A claim of no kinds takes it back.
+        if (linger) await claimJobs(worker, { kinds: [] }).catch(() => {});
+        return full;
+      }
+      if (claimed >= maxJobs) return full;
       const kinds = kindsThatFit();
       const lingers = linger && performance.now() - lastWork < LINGER_MS;
       takesAll = kinds === undefined;
@@ -193,7 +175,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   function kindsThatFit(): string[] | undefined {
     const left = endsAt - performance.now();
     const known = options.kinds ?? Object.keys(app.kinds);
-    const fitting = known.filter((kind) => (settings?.get(kind) ?? 0) <= left);
+    const fitting = known.filter((kind) => (timeouts?.get(kind) ?? 0) <= left);
     if (left <= 0) return [];
     return options.kinds === undefined && fitting.length === known.length ? undefined : fitting;
   }
@@ -229,81 +211,6 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   }
 }
 
-/** One run of one handler, from payload to outcome. Never throws. */
-async function attempt(app: App, entry: Held): Promise<Outcome> {
-  const { job, controller } = entry;
-  const kind = app.kinds[job.kind];
-  const handler = app.handlers[job.kind];
-  // A job may also name what every object inherits, such as "constructor".
-  if (!kind || !handler || !Object.hasOwn(app.kinds, job.kind)) {
-    return { failed: { error: `unknown_kind: ${job.kind}`, permanent: true } };
-  }
-  const timeoutMs = settings?.get(job.kind) ?? 45_000;
-  const timer = setTimeout(() => stop(entry, "timeout"), timeoutMs);
-  try {
-    const parsed = await kind.schema.safeParseAsync(job.payload);
-    if (!parsed.success) {
-      return {
-        failed: { error: `invalid_payload: ${describeIssue(parsed.error.issues[0])}`, permanent: true },
-      };
-    }
-    const described: Job = {
-      id: job.id,
-      kind: job.kind,
-      attempts: job.attempts,
-      maxAttempts: job.maxAttempts,
-      isLastAttempt: job.attempts >= job.maxAttempts,
-      context: job.context,
-      createdAt: new Date(job.createdAt),
-      signal: controller.signal,
-    };
-    const stopped = new Promise<never>((_, reject) => {
-      controller.signal.addEventListener("abort", () => reject(controller.signal.reason), { once: true });
-    });
-    // The schema gave the payload its handler's type; the map over all kinds has lost which is which.
-    const result = await Promise.race([(handler as Handler<unknown>)(parsed.data, described), stopped]);
-    const unstorable = whyNotJson(result);
-    return unstorable ? { failed: { error: unstorable } } : { completed: result };
-  } catch (error) {
-    if (entry.stopped === "timeout") {
-      return { failed: { error: `handler_timeout: the handler was still running after ${timeoutMs} ms` } };
-    }
-    if (entry.stopped) return { stopped: entry.stopped };
-    return {
-      failed: {
-        error: errorText(error),
-        permanent: error instanceof PermanentError,
-        retryIn: error instanceof RetryAfterError ? error.seconds : undefined,
-      },
-    };
-  } finally {
-    clearTimeout(timer);
-  }
-}
-
-/** What is wrong with a result that JSON cannot hold: inside the settle call it would look like a failure of the network. */
-function whyNotJson(result: unknown): string | undefined {
-  try {
-    JSON.stringify(result);
-  } catch (error) {
-    return cannotStore(error);
-  }
-}
-
-const cannotStore = (error: unknown) => `the result cannot be stored: ${errorText(error)}`;
-
-/** Where and why a payload does not fit its schema. */
-export function describeIssue(issue: { path: PropertyKey[]; message: string } | undefined): string {
-  if (!issue) return "(payload): does not fit its schema";
-  return `${issue.path.length > 0 ? issue.path.map(String).join(".") : "(payload)"}: ${issue.message}`;
-}
-
-function stop(entry: Held, why: NonNullable<Held["stopped"]>): void {
-  if (entry.controller.signal.aborted) return;
-  entry.stopped = why;
-  entry.controller.abort(new Error(`the job was stopped: ${why}`));
-}
-
 /** One heartbeat for all leases. A handler whose lease is lost is stopped. */
 async function extendLeases(held: Set<Held>): Promise<void> {
   const entries = [...held].filter((entry) => !entry.ended);
@@ -321,129 +228,6 @@ async function extendLeases(held: Set<Held>): Promise<void> {
     log("error", "heartbeat_failed", { jobs: entries.length, error: errorText(error) });
     for (const entry of entries) {
       if (performance.now() >= entry.leaseEndsAt) stop(entry, "lost");
-    }
-  }
-}
-
-/** Settles what has ended in batches, one call of a sort at a time, and repeats calls that fail. */
-function createSettler(held: Set<Held>, results: WorkReport["results"]) {
-  let waiting: { entry: Held; outcome: Outcome }[] = [];
-  let flushing: Promise<void> | undefined;
-
-  return {
-    settle(entry: Held, outcome: Outcome): void {
-      waiting.push({ entry, outcome });
-      flushing ??= flush().finally(() => flushing = undefined);
-    },
-    async idle(): Promise<void> {
-      while (flushing) await flushing;
-    },
-  };
-
-  async function flush(): Promise<void> {
-    // Those that end in the same turn of the event loop go together.
-    await new Promise((resolve) => setTimeout(resolve, 0));
-    while (waiting.length > 0) {
-      const batch = waiting;
-      waiting = [];
-      const completions: { entry: Held; result: unknown }[] = [];
-      const failures: { entry: Held; failed: Omit<Failure, "id" | "leaseToken"> }[] = [];
-      const releases: Held[] = [];
-      for (const { entry, outcome } of batch) {
-        if ("completed" in outcome) completions.push({ entry, result: outcome.completed });
-        else if ("failed" in outcome) failures.push({ entry, failed: outcome.failed });
-        else if (outcome.stopped === "released") releases.push(entry);
-        else settled(entry, "lost");
-      }
-      await Promise.all([complete(completions), fail(failures), release(releases)]);
-    }
-  }
-
-  async function complete(batch: { entry: Held; result: unknown }[]): Promise<void> {
-    if (batch.length === 0) return;
-    try {
-      const done = new Set(
-        await repeatWhileHeld(
-          batch,
-          () =>
-            completeJobs(
-              batch.map(({ entry: { job }, result }) => ({ id: job.id, leaseToken: job.leaseToken, result })),
-            ),
-        ),
-      );
-      for (const { entry } of batch) settled(entry, done.has(entry.job.id) ? "succeeded" : "lost");
-    } catch (error) {
-      // One result that cannot be stored refuses the whole call: each is then tried alone, and the bad one's attempt fails.
-      if (batch.length > 1) {
-        for (const one of batch) await complete([one]);
-        return;
-      }
-      const failed = { error: cannotStore(error) };
-      await fail(batch.map(({ entry }) => ({ entry, failed })));
-    }
-  }
-
-  async function fail(batch: { entry: Held; failed: Omit<Failure, "id" | "leaseToken"> }[]): Promise<void> {
-    if (batch.length === 0) return;
-    for (const { entry: { job }, failed } of batch) {
-      log("error", "attempt_failed", {
-        id: job.id,
-        kind: job.kind,
-        attempt: job.attempts,
-        error: failed.error,
-      });
-    }
-    try {
-      const rows = await repeatWhileHeld(
-        batch,
-        () =>
-          failJobs(
-            batch.map(({ entry: { job }, failed }) => ({
-              ...failed,
-              id: job.id,
-              leaseToken: job.leaseToken,
-            })),
-          ),
-      );
-      const became = new Map(rows.map((row) => [row.id, row.status]));
-      for (const { entry } of batch) settled(entry, became.get(entry.job.id) ?? "lost");
-    } catch (error) {
-      log("error", "settle_failed", { ids: batch.map(({ entry }) => entry.job.id), error: errorText(error) });
-      for (const { entry } of batch) settled(entry, "lost");
-    }
-  }
-
-  async function release(batch: Held[]): Promise<void> {
-    if (batch.length === 0) return;
-    try {
-      const done = new Set(await releaseJobs(batch.map(({ job }) => job)));
-      for (const entry of batch) settled(entry, done.has(entry.job.id) ? "released" : "lost");
-    } catch (error) {
-      log("error", "release_failed", { ids: batch.map(({ job }) => job.id), error: errorText(error) });
-      for (const entry of batch) settled(entry, "lost");
-    }
-  }
-
-  function settled(entry: Held, status: JobStatus): void {
-    held.delete(entry);
-    results.push({ id: entry.job.id, kind: entry.job.kind, status });
-    if (status === "lost") {
-      log("error", "lease_lost", { id: entry.job.id, kind: entry.job.kind, attempt: entry.job.attempts });
-    }
-  }
-}
-
-/** Repeats a settle call that got no answer until the leases are over: the token makes repeating safe. */
-async function repeatWhileHeld<T>(batch: { entry: Held }[], call: () => Promise<T>): Promise<T> {
-  for (let delayMs = 100;; delayMs = Math.min(delayMs * 2, 5_000)) {
-    try {
-      return await call();
-    } catch (error) {
-      // An error of class 22 or 23 is about the values: it would be the same next time.
-      const hopeless = error instanceof JobError && /^2[23]/.test(error.code);
-      if (hopeless || batch.every(({ entry }) => performance.now() >= entry.leaseEndsAt)) throw error;
-      log("error", "settle_repeated", { error: errorText(error) });
-      await new Promise((resolve) => setTimeout(resolve, delayMs));
     }
   }
 }

@@ -1,11 +1,11 @@
 import { z } from "zod";
+import { describeIssue } from "../_shared/attempt.ts";
 import { requiredEnv } from "../_shared/database.ts";
 import { shutdown } from "../_shared/edge_runtime.ts";
 import { errorText } from "../_shared/errors.ts";
 import { problem, readJson, refuseOtherMethods, refuseWithoutCronSecret } from "../_shared/http.ts";
 import { wakeJobWorker, workJobs } from "../_shared/jobs.ts";
 import { log } from "../_shared/log.ts";
-import { describeIssue } from "../_shared/worker.ts";
 
 const requestBody = z.strictObject({
   kinds: z.array(z.string()).min(1).max(1000).optional(),
@@ -44,6 +44,7 @@ async function workOn(options: { kinds?: string[]; maxJobs?: number }): Promise<
     const response = await fetch(`${requiredEnv("SUPABASE_URL")}/functions/v1/job-worker`, {
       method: "POST",
       headers: { Authorization: `Bearer ${requiredEnv("CRON_SECRET").split(",", 1)[0]}` },
+      body: JSON.stringify({ kinds: options.kinds }),
       signal: AbortSignal.timeout(5_000),
     });
     await response.body?.cancel();

@@ -1,0 +1,104 @@
+import { errorText, PermanentError, RetryAfterError } from "./errors.ts";
+import type { Handler, Job, KindDeclarations } from "./kinds.ts";
+import type { ClaimedJob, Failure } from "./queue.ts";
+
+/** The app as the engine sees it. */
+export interface App {
+  kinds: KindDeclarations;
+  handlers: Record<string, Handler<never>>;
+}
+
+/** A claimed job until it is settled. */
+export interface Held {
+  job: ClaimedJob;
+  controller: AbortController;
+  /** When the lease ends as far as this worker knows, on performance.now()'s clock. */
+  leaseEndsAt: number;
+  /** Why the handler was stopped, when it was not the handler's own doing. */
+  stopped?: "timeout" | "lost" | "released";
+  /** Only its settling is left: no heartbeat extends it, so that one that cannot be settled is given up with its lease. */
+  ended?: true;
+}
+
+/** How an attempt ended, before the database has heard of it. */
+export type Outcome = { completed: unknown } | { failed: Omit<Failure, "id" | "leaseToken"> } | {
+  stopped: "lost" | "released";
+};
+
+/** One run of one handler, from payload to outcome. Never throws. */
+export async function attempt(app: App, entry: Held): Promise<Outcome> {
+  const { job, controller } = entry;
+  const kind = app.kinds[job.kind];
+  const handler = app.handlers[job.kind];
+  // A job may also name what every object inherits, such as "constructor".
+  if (!kind || !handler || !Object.hasOwn(app.kinds, job.kind)) {
+    return { failed: { error: `unknown_kind: ${job.kind}`, permanent: true } };
+  }
+  const timer = setTimeout(() => stop(entry, "timeout"), job.timeoutMs);
+  try {
+    const parsed = await kind.schema.safeParseAsync(job.payload);
+    if (!parsed.success) {
+      return {
+        failed: { error: `invalid_payload: ${describeIssue(parsed.error.issues[0])}`, permanent: true },
+      };
+    }
+    const described: Job = {
+      id: job.id,
+      kind: job.kind,
+      attempts: job.attempts,
+      maxAttempts: job.maxAttempts,
+      isLastAttempt: job.attempts >= job.maxAttempts,
+      context: job.context,
+      createdAt: new Date(job.createdAt),
+      signal: controller.signal,
+    };
+    const stopped = new Promise<never>((_, reject) => {
+      controller.signal.addEventListener("abort", () => reject(controller.signal.reason), { once: true });
+    });
+    // The schema gave the payload its handler's type; the map over all kinds has lost which is which.
+    const result = await Promise.race([(handler as Handler<unknown>)(parsed.data, described), stopped]);
+    const unstorable = whyNotJson(result);
+    return unstorable ? { failed: { error: unstorable } } : { completed: result };
+  } catch (error) {
+    if (entry.stopped === "timeout") {
+      return {
+        failed: { error: `handler_timeout: the handler was still running after ${job.timeoutMs} ms` },
+      };
+    }
+    if (entry.stopped) return { stopped: entry.stopped };
+    return {
+      failed: {
+        error: errorText(error),
+        permanent: error instanceof PermanentError,
+        retryIn: error instanceof RetryAfterError ? error.seconds : undefined,
+      },
+    };
+  } finally {
+    clearTimeout(timer);
+  }
+}
+
+/** What is wrong with a result that JSON cannot hold: inside the settle call it would look like a failure of the network. */
+function whyNotJson(result: unknown): string | undefined {
+  try {
+    JSON.stringify(result);
+  } catch (error) {
+    return cannotStore(error);
+  }
+}
+
+/** The error of an attempt whose result is the trouble. */
+export const cannotStore = (error: unknown) => `the result cannot be stored: ${errorText(error)}`;
+
+/** Where and why a payload does not fit its schema. */
+export function describeIssue(issue: { path: PropertyKey[]; message: string } | undefined): string {
+  if (!issue) return "(payload): does not fit its schema";
+  return `${issue.path.length > 0 ? issue.path.map(String).join(".") : "(payload)"}: ${issue.message}`;
+}
+
+/** Aborts the handler of a job, once. */
+export function stop(entry: Held, why: NonNullable<Held["stopped"]>): void {
+  if (entry.controller.signal.aborted) return;
+  entry.stopped = why;
+  entry.controller.abort(new Error(`the job was stopped: ${why}`));
+}
