@@ -9,6 +9,25 @@ export interface LocalFunctions {
   stop(): Promise<void>;
 }
 
+/**
+ * The project's Edge Functions, and whether each wants a JWT: every folder with an index.ts that does not start with _. As
+ * the CLI has it, a function wants one unless config.toml says `verify_jwt = false` for it.
+ */
+export async function listFunctions(projectDir: string): Promise<{ name: string; verifyJwt: boolean }[]> {
+  const functionsDir = join(projectDir, "supabase/functions");
+  const config = await Deno.readTextFile(join(projectDir, "supabase/config.toml"));
+  const found: { name: string; verifyJwt: boolean }[] = [];
+  for await (const { name, isDirectory } of Deno.readDir(functionsDir)) {
+    if (!isDirectory || /^[_.]/.test(name)) continue;
+    if (!await Deno.stat(join(functionsDir, name, "index.ts")).then(() => true, () => false)) continue;
+    const section = config.split(/^(?=\s*\[)/m).find((part) =>
+      part.trimStart().startsWith(`[functions.${name}]`)
+    );
+    found.push({ name, verifyJwt: !/^\s*verify_jwt\s*=\s*false\b/m.test(section ?? "") });
+  }
+  return found;
+}
+
 interface RunOptions {
   projectDir: string;
   names: string[];

@@ -26,6 +26,8 @@ export interface GatewayOptions {
   keys: LocalKeys;
   /** Unix socket path by function name. */
   functions: Record<string, string>;
+  /** Functions that only a valid JWT reaches, as bearer: those without `verify_jwt = false` in config.toml. */
+  jwtFunctions?: string[];
   log?: (line: string) => void;
 }
 
@@ -64,6 +66,9 @@ export async function startGateway(options: GatewayOptions): Promise<Gateway> {
     if (name !== undefined) {
       const call = functions.get(name);
       if (call) {
+        const refused = options.jwtFunctions?.includes(name) &&
+          await refuseWithoutJwt(request, keys.jwtSecret);
+        if (refused) return refused;
         const headers = new Headers(request.headers);
         for (const [key, value] of Object.entries(forwardingHeaders(request, url, info))) {
           headers.set(key, value);
@@ -257,6 +262,15 @@ async function readText(request: Request): Promise<string> {
 }
 
 // ---- Edge Functions ----
+
+/** What hosted answers, before the function is asked, to a caller without a JWT of this project; a preflight has none. */
+async function refuseWithoutJwt(request: Request, jwtSecret: string): Promise<Response | null> {
+  if (request.method === "OPTIONS") return null;
+  const token = /^bearer +(.*)$/i.exec(request.headers.get("authorization") ?? "")?.[1]?.trim();
+  const refuse = (message: string) => Response.json({ code: 401, message }, { status: 401 });
+  if (token === undefined) return refuse("Missing authorization header");
+  return await verifyJwt(token, jwtSecret).then(() => null, () => refuse("Invalid JWT"));
+}
 
 interface LocalFunction {
   forward(request: Request, url: URL, headers: Headers): Promise<Response>;

@@ -1,7 +1,7 @@
 import postgres from "postgres";
 import { join } from "node:path";
 import { readEnv, setup } from "../setup.ts";
-import { type LocalFunctions, runFunctions } from "./functions.ts";
+import { listFunctions, type LocalFunctions, runFunctions } from "./functions.ts";
 import type { GatewayOptions, LocalKeys } from "./gateway.ts";
 import { localKeys } from "./keys.ts";
 import { pushMigrations } from "./migrations.ts";
@@ -9,8 +9,6 @@ import { startOutbox } from "./outbox.ts";
 import { assertPortFree, portHint, type Ports } from "./ports.ts";
 import { startPostgres } from "./postgres.ts";
 import { endProcess, readLines } from "./process.ts";
-
-export const functionNames = ["job-worker", "webhook-inbox", "drain"];
 
 /** The parts of the stack that use the database, and what is needed to reach and to kill them. */
 export interface Services {
@@ -40,9 +38,10 @@ export interface ServiceOptions {
 export async function startServices(options: ServiceOptions): Promise<Services> {
   const { keys, log } = options;
   const apiUrl = `http://127.0.0.1:${options.apiPort}`;
+  const listed = await listFunctions(options.projectDir);
   const functions = await runFunctions({
     projectDir: options.projectDir,
-    names: functionNames,
+    names: listed.map(({ name }) => name),
     watch: options.watch,
     log,
     env: async () => ({
@@ -60,6 +59,7 @@ export async function startServices(options: ServiceOptions): Promise<Services> 
     databaseUrl: options.databaseUrl("authenticator"),
     keys,
     functions: functions.sockets,
+    jwtFunctions: listed.filter(({ verifyJwt }) => verifyJwt).map(({ name }) => name),
   };
   const players = keepRunning("players", { LOCAL_DB_URL: options.databaseUrl("supabase_admin") }, log);
   const gateway = keepRunning("gateway", { LOCAL_GATEWAY: JSON.stringify(gatewayOptions) }, log);

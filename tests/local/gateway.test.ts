@@ -20,7 +20,9 @@ const options: GatewayOptions = {
     late: socket("late"),
     absent: socket("absent"),
     doomed: socket("doomed"),
+    guarded: socket("guarded"),
   },
+  jwtFunctions: ["guarded"],
 };
 
 Deno.test.beforeAll(async () => {
@@ -251,4 +253,18 @@ Deno.test("as a process it says where it listens, and ends with SIGTERM or when 
     await output.cancel();
     assert.equal((await child.status).code, 0);
   }
+});
+
+Deno.test("a function that wants a JWT is reached with one of this project only, and by a preflight", async () => {
+  await using _server = serveFunction("guarded", () => Response.json("reached"));
+  const call = (authorization?: string, method = "POST") =>
+    answer(fetch(url("/functions/v1/guarded"), { method, headers: authorization ? { authorization } : {} }));
+  const other = await makeKeys();
+  assert.deepEqual(await call(), [401, { code: 401, message: "Missing authorization header" }]);
+  for (const token of [keys.secretKey, other.anonKey, "a.b.c", ""]) {
+    const [status] = await call(`Bearer ${token}`);
+    assert.equal(status, 401, token);
+  }
+  assert.deepEqual(await call(`Bearer ${keys.anonKey}`), [200, "reached"]);
+  assert.deepEqual(await call(undefined, "OPTIONS"), [200, "reached"]);
 });

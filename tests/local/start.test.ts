@@ -6,6 +6,12 @@ import { makeClone, processes } from "./clone.ts";
 const sendWelcome =
   `npm run -s sql -- "select enqueue_job('send_email', '{\\"to\\":\\"a@example.com\\",\\"template\\":\\"welcome\\"}')"`;
 
+const signup = `
+import { enqueueJob } from "../_shared/jobs.ts";
+
+Deno.serve(async () => new Response(await enqueueJob("send_email", { to: "c@example.com", template: "welcome" })));
+`;
+
 Deno.test("npm start, from a clone", async (t) => {
   await using clone = await makeClone();
   const migration = join(clone.dir, "supabase/migrations/20990101000000_broken.sql");
@@ -32,13 +38,26 @@ Deno.test("npm start, from a clone", async (t) => {
     await until("every process to end", async () => (await processes(clone.dir)).length === 0);
   });
 
-  await t.step("keeps what it made: secrets for the owner only, and the data", async () => {
+  await t.step("keeps what it made: secrets for the owner only, and the data", async (t) => {
     for (const file of ["supabase/.env", "supabase/functions/.env", ".local/keys.json"]) {
       const { mode } = await Deno.stat(join(clone.dir, file));
       assert.equal((mode ?? 0) & 0o777, 0o600, file);
     }
+    await Deno.mkdir(join(clone.dir, "supabase/functions/signup"));
+    await Deno.writeTextFile(join(clone.dir, "supabase/functions/signup/index.ts"), signup);
     const start = await clone.start();
     assert.match((await clone.run(`npm run -s sql -- "select count(*) from jobs"`)).output, /^1$/m);
+
+    await t.step("serves a function of one's own, which enqueues a job, to callers with a JWT", async () => {
+      const url = `http://127.0.0.1:${clone.env.LOCAL_API_PORT}/functions/v1/signup`;
+      const refused = await fetch(url, { method: "POST" });
+      await refused.body?.cancel();
+      assert.equal(refused.status, 401);
+      const { anonKey } = JSON.parse(await Deno.readTextFile(join(clone.dir, ".local/keys.json")));
+      const answer = await fetch(url, { method: "POST", headers: { Authorization: `Bearer ${anonKey}` } });
+      assert.match(await answer.text(), /^[0-9a-f-]{36}$/);
+      await until("the mail", () => start.output().includes("mail to c@example.com"));
+    });
 
     Deno.kill(await start.supervisor(), "SIGKILL");
     await until("functions and gateway to follow their killed parent", async () => {
