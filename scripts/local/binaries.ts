@@ -2,7 +2,7 @@
 // Postgres runs as can reach.
 
 import { createHash } from "node:crypto";
-import { basename, dirname, join } from "node:path";
+import { basename, join } from "node:path";
 
 export interface Account {
   uid: number;
@@ -29,8 +29,8 @@ export async function dataHome(project: string): Promise<Home> {
   const account = nobody();
   const id = createHash("sha256").update(projectDir).digest("hex").slice(0, 12);
   const dir = join("/var/lib/nightshift", id);
-  await Deno.mkdir(dirname(dir), { recursive: true, mode: 0o755 });
-  await makeOwned(dir, account, 0o755);
+  // Root's own, as all that is not a data folder: `nobody` could put a link there for root to follow.
+  await Deno.mkdir(dir, { recursive: true, mode: 0o755 });
   return { dir, account };
 }
 
@@ -111,9 +111,8 @@ async function installExtensions(target: string): Promise<void> {
   }
 }
 
-/** Hands a path to the account that Postgres runs as; with a mode, the folder is made first. */
-export async function makeOwned(path: string, account?: Account, mode?: number): Promise<void> {
-  if (mode) await Deno.mkdir(path, { recursive: true, mode });
+/** Hands a path to the account that Postgres runs as, if that is not ourselves. */
+export async function makeOwned(path: string, account?: Account): Promise<void> {
   if (account) await Deno.chown(path, account.uid, account.gid);
 }
 

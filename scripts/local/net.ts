@@ -52,7 +52,6 @@ export async function playNet({ url, signal, log, pauseMs = 1000 }: PlayNetOptio
     onnotice: () => {},
     connection: {
       application_name: `pg_net ${AGENT.split("/")[1]} worker`,
-      role: "postgres",
       statement_timeout: 0,
     },
   });

@@ -31,7 +31,9 @@ export function startOutbox(
     byKey.set(key, mail);
     mails.push(mail);
     if (mails.length > 100) mails.shift();
-    print(`mail to ${to.join(", ")}: ${subject}\n${text.replaceAll(/^/gm, "    ")}`);
+    // Whatever a mail holds, the terminal is not to act on it.
+    const printable = `mail to ${to.join(", ")}: ${subject}\n${text.replaceAll(/^/gm, "    ")}`;
+    print(printable.replaceAll(/[^\n\P{Cc}]/gu, "\ufffd"));
     return Response.json({ id: mail.id });
   });
   return { port: server.addr.port, stop: () => server.shutdown() };

@@ -72,7 +72,8 @@ export async function startPostgres(options: StartOptions): Promise<LocalPostgre
   const binaries = await prepareBinaries(projectDir, home);
   const name = options.name ?? "postgres";
   const dir = options.temporary ? await makeTemporary(home) : join(home.dir, name);
-  await makeOwned(dir, home.account, 0o700);
+  await Deno.mkdir(dir, { recursive: true });
+  await Deno.chmod(dir, home.account ? 0o711 : 0o700);
   const dispose = async () => {
     if (options.temporary) await removeIfThere(dir);
   };

@@ -61,7 +61,10 @@ export async function startServices(options: ServiceOptions): Promise<Services> 
     functions: functions.sockets,
     jwtFunctions: listed.filter(({ verifyJwt }) => verifyJwt).map(({ name }) => name),
   };
-  const players = keepRunning("players", { LOCAL_DB_URL: options.databaseUrl("supabase_admin") }, log);
+  const players = keepRunning("players", {
+    LOCAL_CRON_URL: options.databaseUrl("supabase_admin"),
+    LOCAL_NET_URL: options.databaseUrl("postgres"),
+  }, log);
   const gateway = keepRunning("gateway", { LOCAL_GATEWAY: JSON.stringify(gatewayOptions) }, log);
   const services = {
     apiUrl,

@@ -18,6 +18,9 @@
 --   22023  an argument is not usable; the message names it
 --   55000  dispatch is not set up; the hint says what to do
 --
+-- Every function pins search_path to pg_catalog, pg_temp. An empty one would not do: the caller's temporary schema is then
+-- searched first for types, and a domain named uuid in it would run its check with the function's rights.
+--
 -- Only service_role may read or call any of it. Functions are executable by PUBLIC from birth and default privileges
 -- differ from project to project, so every file revokes first and then grants by name.
 
@@ -128,7 +131,7 @@ grant select, insert, update, delete on public.jobs, public.job_failures, public
 create function public.declare_job_kinds(declarations jsonb)
 returns table (kind text, max_attempts int, timeout_ms int)
 language plpgsql
-set search_path = ''
+set search_path = pg_catalog, pg_temp
 as $$
 #variable_conflict use_column
 begin

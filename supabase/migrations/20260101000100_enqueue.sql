@@ -17,7 +17,7 @@ create function public.enqueue_job(
   context jsonb default null
 ) returns uuid
 language plpgsql
-set search_path = ''
+set search_path = pg_catalog, pg_temp
 as $$
 declare
   new_id uuid;

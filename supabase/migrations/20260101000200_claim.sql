@@ -26,7 +26,7 @@ grant select, insert, update on private.turn to service_role;
 -- Up to 32 kinds that have pending jobs, due or not, from the one after `start` on and round again.
 create function private.waiting_kinds(start text) returns text[]
 language plpgsql
-set search_path = ''
+set search_path = pg_catalog, pg_temp
 as $$
 declare
   found_kinds text[] := '{}';
@@ -56,7 +56,7 @@ end $$;
 -- Up to `max_jobs` due jobs of one kind, locked, a priority at a time; `taken` are locked already by this claim.
 create function private.pick_jobs(kind text, max_jobs int, taken uuid[]) returns uuid[]
 language plpgsql
-set search_path = ''
+set search_path = pg_catalog, pg_temp
 as $$
 declare
   ids uuid[] := '{}';
@@ -118,7 +118,7 @@ create function public.claim_jobs(
   created_at timestamptz, lease_expires_at timestamptz, timeout_ms int
 )
 language plpgsql
-set search_path = ''
+set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan
 set enable_seqscan = off
 set enable_bitmapscan = off

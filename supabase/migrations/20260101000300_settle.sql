@@ -10,7 +10,7 @@
 -- Completes the jobs in [{"id", "lease_token", "result"}] and returns the ids that were still held.
 create function public.complete_jobs(completions jsonb) returns setof uuid
 language sql
-set search_path = ''
+set search_path = pg_catalog, pg_temp
 set enable_hashjoin = off
 set enable_mergejoin = off
 set enable_seqscan = off
@@ -35,7 +35,7 @@ $$;
 -- Completes one job; false when it was not held.
 create function public.complete_job(id uuid, lease_token int, result jsonb default null) returns boolean
 language sql
-set search_path = ''
+set search_path = pg_catalog, pg_temp
 as $$
   select exists (
     select from public.complete_jobs(jsonb_build_array(jsonb_build_object(
@@ -49,7 +49,7 @@ $$;
 -- the kind's backoff; at most 30 days. Returns what became of those that were still held; available_at is null for dead.
 create function public.fail_jobs(failures jsonb) returns table (id uuid, status text, available_at timestamptz)
 language sql
-set search_path = ''
+set search_path = pg_catalog, pg_temp
 set enable_hashjoin = off
 set enable_mergejoin = off
 set enable_seqscan = off
@@ -105,7 +105,7 @@ create function public.fail_job(
   permanent boolean default false
 ) returns text
 language sql
-set search_path = ''
+set search_path = pg_catalog, pg_temp
 as $$
   select f.status
   from public.fail_jobs(jsonb_build_array(jsonb_build_object(
@@ -118,7 +118,7 @@ $$;
 -- at most 10 years) is how long they then wait. Returns the ids that were still held.
 create function public.release_jobs(releases jsonb) returns setof uuid
 language sql
-set search_path = ''
+set search_path = pg_catalog, pg_temp
 set enable_hashjoin = off
 set enable_mergejoin = off
 set enable_seqscan = off
@@ -147,7 +147,7 @@ $$;
 -- lease that is missing from the answer is lost: its handler must stop, and what it returns will be refused.
 create function public.extend_jobs(leases jsonb, lease_seconds int default 60) returns table (id uuid)
 language sql
-set search_path = ''
+set search_path = pg_catalog, pg_temp
 set enable_hashjoin = off
 set enable_mergejoin = off
 set enable_seqscan = off
@@ -169,7 +169,7 @@ $$;
 -- The lock reads each row anew, so a job that has just been completed is left alone.
 create function public.rescue_expired_jobs(max_jobs int default 1000) returns int
 language sql
-set search_path = ''
+set search_path = pg_catalog, pg_temp
 as $$
   with expired as (
     select jsonb_agg(jsonb_build_object(

@@ -49,7 +49,7 @@ revoke all on private.pokes from public, anon, authenticated, service_role;
 create function private.worker_endpoint(out url text, out cron_secret text)
 language plpgsql
 security definer
-set search_path = ''
+set search_path = pg_catalog, pg_temp
 as $$
 declare
   wrong text;
@@ -83,7 +83,7 @@ end $$;
 create function private.poke(reason text) returns void
 language plpgsql
 security definer
-set search_path = ''
+set search_path = pg_catalog, pg_temp
 as $$
 declare
   endpoint record;
@@ -102,7 +102,7 @@ end $$;
 -- slow answer beside it may keep that transaction open for seconds. pg_net's queue has no index.
 create function private.count_queued_pokes() returns bigint
 language plpgsql
-set search_path = ''
+set search_path = pg_catalog, pg_temp
 as $$
 begin
   return (select count(*) from net.http_request_queue q where q.url like '%/functions/v1/job-worker' and q.xmax = 0);
@@ -114,7 +114,7 @@ end $$;
 create function private.wake() returns trigger
 language plpgsql
 security definer
-set search_path = ''
+set search_path = pg_catalog, pg_temp
 set lock_timeout = '100ms'
 as $$
 begin
@@ -140,7 +140,7 @@ create trigger wake after insert on public.jobs
 -- kind and priority that waits.
 create function private.ready_jobs(max_jobs int, out total int, out oldest timestamptz)
 language plpgsql
-set search_path = ''
+set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set enable_bitmapscan = off
 set enable_sort = off
@@ -186,14 +186,15 @@ end $$;
 create function private.tick() returns void
 language plpgsql
 security definer
-set search_path = ''
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '5s'
 as $$
 declare
   wanted int;
   at_work int;
 begin
   perform private.worker_endpoint();
-  perform public.rescue_expired_jobs();
+  perform public.rescue_expired_jobs(1000);
   delete from private.awake_workers w where w.awake_until < clock_timestamp() - interval '1 minute';
   delete from private.pokes p where p.poked_at < clock_timestamp() - interval '6 hours';
   wanted := ceil((select r.total from private.ready_jobs(500) r) / 100.0);
@@ -220,7 +221,7 @@ end $$;
 create function private.prune_cron_history() returns void
 language plpgsql
 security definer
-set search_path = ''
+set search_path = pg_catalog, pg_temp
 as $$
 begin
   delete from cron.job_run_details d
@@ -236,7 +237,7 @@ revoke all on function private.worker_endpoint, private.poke, private.count_queu
 create function public.enable_dispatch() returns void
 language plpgsql
 security definer
-set search_path = ''
+set search_path = pg_catalog, pg_temp
 as $$
 begin
   if to_regclass('cron.job') is null then
@@ -252,7 +253,7 @@ end $$;
 create function public.disable_dispatch() returns void
 language plpgsql
 security definer
-set search_path = ''
+set search_path = pg_catalog, pg_temp
 as $$
 begin
   update private.dispatch d set enabled = false where d.one;
@@ -266,7 +267,7 @@ end $$;
 create function public.job_dispatch_health() returns table (item text, ok boolean, detail text, todo text)
 language plpgsql
 security definer
-set search_path = ''
+set search_path = pg_catalog, pg_temp
 as $$
 declare
   missing text;

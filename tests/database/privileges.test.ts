@@ -136,7 +136,7 @@ Deno.test("row level security is on for every table, and no policy opens one", a
 
 Deno.test("every function pins its search_path, has no overload, and only the listed ones run as their owner", async () => {
   const all = await functions(db.sql);
-  const unpinned = all.filter(({ settings }) => !settings?.includes('search_path=""'));
+  const unpinned = all.filter(({ settings }) => !settings?.includes("search_path=pg_catalog, pg_temp"));
   assert.deepEqual(unpinned.map(({ name }) => name), []);
   const names = all.map(({ name }) => name);
   assert.equal(new Set(names).size, names.length, "REST cannot choose between overloads");
@@ -199,4 +199,34 @@ Deno.test("an app's own trigger, security definer, enqueues for a user who may n
     kind: "send_email",
     payload: { order: 1 },
   });
+});
+
+Deno.test("a caller's temporary types are not used by a function that runs with its owner's rights", async () => {
+  await using db = await createDatabase();
+  await setUpDispatch(db);
+  await db.sql.unsafe(`
+    create table public.orders (id int);
+    grant insert on public.orders to authenticated;
+    create function public.enqueue_order() returns trigger
+    language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
+    begin
+      perform public.enqueue_job('order', jsonb_build_object('id', new.id));
+      return null;
+    end $$;
+    create trigger enqueue_order after insert on public.orders for each row execute function public.enqueue_order();
+  `).simple();
+  const attacker = db.connect("authenticator", { max: 1 });
+  await attacker`set role authenticated`;
+  for (const type of ["uuid", "text", "jsonb", "int4", "timestamptz", "interval"]) {
+    await attacker.unsafe(`
+      create function pg_temp.check_${type}(value pg_catalog.${type}) returns pg_catalog.bool language plpgsql as $$
+      begin
+        raise exception 'the check of pg_temp.${type} runs as %', current_user;
+      end $$;
+      create domain pg_temp.${type} as pg_catalog.${type} check (pg_temp.check_${type}(value));
+    `).simple();
+  }
+  await attacker`insert into public.orders values (1)`;
+  assert.equal((await db.sql`select from jobs where kind = 'order'`).count, 1);
+  assert.equal((await db.sql`select from net.http_request_queue`).count, 1);
 });

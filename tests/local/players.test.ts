@@ -69,7 +69,7 @@ Deno.test("the players do what pg_cron's and pg_net's workers do", async (t) => 
     log: (line: string) => void log.push(line),
   };
   const sql = postgres(server.url("postgres"), { onnotice: () => {}, fetch_types: false });
-  const playing = [playCron(options), playNet({ ...options, pauseMs: 250 })];
+  const playing = [playCron(options), playNet({ ...options, url: server.url("postgres"), pauseMs: 250 })];
 
   const response = (id: string) =>
     eventually(async () => (await sql`select * from net._http_response where id = ${id}`).at(0));
@@ -271,7 +271,7 @@ Deno.test("the players' process ends when its parent's pipe does", async () => {
   const process = new Deno.Command(Deno.execPath(), {
     args: ["run", "-A", "--no-lock", join(projectDir, "scripts/local/players.ts")],
     cwd: projectDir,
-    env: { LOCAL_DB_URL: server.url("supabase_admin") },
+    env: { LOCAL_CRON_URL: server.url("supabase_admin"), LOCAL_NET_URL: server.url("postgres") },
     stdin: "piped",
   }).spawn();
   const sql = postgres(server.url("postgres"), { max: 1 });

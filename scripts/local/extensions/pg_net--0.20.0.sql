@@ -150,5 +150,7 @@ $$;
 -- As the real one, every login role may read the queue, bearers included.
 grant usage on schema net to public;
 grant all on all sequences in schema net to public;
-grant all on all tables in schema net to public;
+-- Until 0.20.5 the real one grants everything, with it the right to put triggers on the queue; here nobody gets that.
+grant select, insert on all tables in schema net to public;
+grant all on all tables in schema net to postgres;
 grant usage on schema net to postgres, anon, authenticated, service_role;
