@@ -13,11 +13,20 @@ export async function setup(dir: string): Promise<{ cronSecret: string; written:
   const files = { project: join(dir, "supabase/.env"), functions: join(dir, "supabase/functions/.env") };
   const project = await readEnv(files.project);
   const functions = await readEnv(files.functions);
-  if (project.CRON_SECRET && functions.CRON_SECRET && project.CRON_SECRET !== functions.CRON_SECRET) {
+  // While the secret is being rotated the functions take two, and the database sends its first.
+  const sent = project.CRON_SECRET?.split(",", 1)[0];
+  if (sent && functions.CRON_SECRET && !functions.CRON_SECRET.split(",").includes(sent)) {
     throw new Error(
       `CRON_SECRET differs between ${files.project} and ${files.functions}: the database would be refused by the ` +
         "functions. Make them the same, or delete the line in one of them.",
     );
+  }
+  for (const [file, { CRON_SECRET }] of [[files.project, project], [files.functions, functions]] as const) {
+    if (CRON_SECRET?.split(",").some((secret) => secret.length < 32)) {
+      throw new Error(
+        `CRON_SECRET in ${file} is shorter than 32 characters. Delete the line: a new one is made.`,
+      );
+    }
   }
   const cronSecret = project.CRON_SECRET || functions.CRON_SECRET || randomSecret();
   const written: string[] = [];

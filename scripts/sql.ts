@@ -1,6 +1,6 @@
 import postgres from "postgres";
 import { join } from "node:path";
-import { defaultPorts } from "./local/ports.ts";
+import { readPorts } from "./local/ports.ts";
 
 /** `npm run sql -- "…"`: runs SQL on the local database as postgres, and prints what comes back as tables. */
 
@@ -44,12 +44,18 @@ async function localDatabase(): Promise<string> {
     "{}"
   );
   const { databaseUrl }: { databaseUrl?: string } = JSON.parse(state);
-  return databaseUrl ?? `postgresql://postgres:postgres@127.0.0.1:${defaultPorts.database}/postgres`;
+  return databaseUrl ?? `postgresql://postgres:postgres@127.0.0.1:${readPorts().database}/postgres`;
 }
 
 function table(columns: string[], rows: Record<string, unknown>[]): string {
   const show = (value: unknown) =>
-    value === null ? "" : typeof value === "object" ? JSON.stringify(value) : String(value);
+    value === null
+      ? ""
+      : value instanceof Date
+      ? value.toISOString()
+      : typeof value === "object"
+      ? JSON.stringify(value)
+      : String(value);
   const cells = [
     columns,
     ...rows.map((row) => columns.map((column) => show(row[column]))),

@@ -10,12 +10,21 @@ for (const signal of ["SIGINT", "SIGTERM", "SIGHUP"] as const) {
   Deno.addSignalListener(signal, () => stopped.resolve());
 }
 
+/** Prints a line, if there still is a terminal to print to: its end must not stop the stack's orderly end. */
+function print(line: string): void {
+  try {
+    console.log(line);
+  } catch {
+    // It is gone.
+  }
+}
+
 try {
-  const stack = await startStack({ projectDir, ports: readPorts(), log: (line) => console.log(line) });
+  const stack = await startStack({ projectDir, ports: readPorts(), log: print });
   const { apiUrl, databaseUrl, dataDir, mailUrl, keys } = stack;
   const state = JSON.stringify({ apiUrl, databaseUrl, dataDir, mailUrl }, null, 2);
   await Deno.writeTextFile(join(projectDir, ".local/stack.json"), `${state}\n`);
-  console.log(`
+  print(`
 ready
   API              ${apiUrl}
   publishable key  ${keys.publishableKey}
@@ -29,7 +38,7 @@ Send one from another terminal:
 Ctrl-C stops everything; data stays.
 `);
   await stopped.promise;
-  console.log("stopping …");
+  print("stopping …");
   await stack.stop();
   Deno.exit(0);
 } catch (error) {

@@ -24,7 +24,6 @@ let failed = 0;
 for (const args of checks) {
   if (!await deno(args)) failed++;
 }
-await Deno.remove(app, { recursive: true });
 
 if (failed === 0) {
   const template = "nightshift_template";
@@ -39,7 +38,7 @@ if (failed === 0) {
     // Made before the migrations, and then migrated: a template may have no connections while it is copied.
     const admin = postgres(server.url("supabase_admin"), { max: 1 });
     await admin`create database ${admin(template)} template postgres owner postgres`;
-    await pushMigrations(projectDir, server.url("postgres", template), { PROJECT_URL: "", CRON_SECRET: "" });
+    await pushMigrations(app, server.url("postgres", template), { PROJECT_URL: "", CRON_SECRET: "" });
     await admin.end();
     const settings: TestPostgres = {
       port,
@@ -69,12 +68,13 @@ if (failed === 0) {
     await server.stop();
   }
 }
+await Deno.remove(app, { recursive: true });
 console.log(`${passed} passed, ${failed} failed`);
 Deno.exit(failed > 0 || passed === 0 ? 1 : 0);
 
 async function deno(args: string[], env: Record<string, string> = {}): Promise<boolean> {
   const command = new Deno.Command(Deno.execPath(), {
-    args: [args[0] ?? "", "--quiet", ...args.slice(1)],
+    args,
     cwd: projectDir,
     env,
     stdin: "null",

@@ -173,13 +173,30 @@ export async function startFunction(name: string, env: Record<string, string>): 
   };
 }
 
-/** A copy of the supabase folder in a temporary project, with tests/app (or `app`) as its _app. Returns the project's folder. */
+/**
+ * A temporary project of the template's own migrations and functions, with tests/app (or `app`) as its _app: what an app
+ * adds to the template is not in it. Returns the project's folder.
+ */
 export async function makeApp(app = "tests/app"): Promise<string> {
   const dir = await Deno.makeTempDir({ prefix: "nightshift-app-" });
-  await copyTree(join(projectDir, "supabase"), join(dir, "supabase"));
-  await Deno.remove(join(dir, "supabase/functions/_app"), { recursive: true });
+  const functions = ["_shared", "job-worker", "webhook-inbox", "drain"].map((name) => `functions/${name}`);
+  for (const path of functions) {
+    await copyTree(join(projectDir, "supabase", path), join(dir, "supabase", path));
+  }
+  for (const path of ["config.toml", "functions/deno.json", ...await templateMigrations()]) {
+    await Deno.mkdir(join(dir, "supabase/migrations"), { recursive: true });
+    await Deno.copyFile(join(projectDir, "supabase", path), join(dir, "supabase", path));
+  }
   await copyTree(join(projectDir, app), join(dir, "supabase/functions/_app"));
   return dir;
+}
+
+/** The template's migrations, below supabase: an app's own have later dates. */
+export async function templateMigrations(): Promise<string[]> {
+  const files = await Array.fromAsync(Deno.readDir(join(projectDir, "supabase/migrations")));
+  return files.map(({ name }) => `migrations/${name}`).filter((path) =>
+    path.startsWith("migrations/20260101")
+  ).sort();
 }
 
 async function copyTree(from: string, to: string): Promise<void> {

@@ -26,8 +26,8 @@ async function end(): Promise<void> {
 }
 
 Deno.addSignalListener("SIGTERM", end);
-// Ctrl-C in the terminal reaches every process; whoever started this one decides when it ends.
-Deno.addSignalListener("SIGINT", () => {});
+// Ctrl-C in the terminal and its end reach every process; whoever started this one decides when it ends.
+for (const signal of ["SIGINT", "SIGHUP"] as const) Deno.addSignalListener(signal, () => {});
 // Deno loads the function when this file has nothing left to do, and a read of standard input would be something: were it
 // begun any earlier, the function would now and then not be loaded at all.
 const { serve } = Deno;

@@ -323,8 +323,8 @@ async function waitForSocket(path: string, signal: AbortSignal): Promise<boolean
 }
 
 if (import.meta.main) {
-  // Ctrl-C in a terminal reaches every process of the stack: it is the parent that ends them, in order.
-  Deno.addSignalListener("SIGINT", () => {});
+  // Ctrl-C in a terminal and its end reach every process of the stack: it is the parent that ends them, in order.
+  for (const signal of ["SIGINT", "SIGHUP"] as const) Deno.addSignalListener(signal, () => {});
   const options: GatewayOptions = JSON.parse(Deno.env.get("LOCAL_GATEWAY") ?? "{}");
   const gateway = await startGateway({ ...options, log: (line) => console.error(line) });
   console.log(`listening ${gateway.port}`);

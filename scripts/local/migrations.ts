@@ -10,7 +10,7 @@ export async function pushMigrations(
   env: Record<string, string>,
 ): Promise<void> {
   // sslmode: the CLI asks for TLS wherever the port is not the one in config.toml.
-  const cli = join(projectDir, "node_modules/.bin/supabase");
+  const cli = join(import.meta.dirname ?? ".", "../../node_modules/.bin/supabase");
   const { success, stdout, stderr } = await new Deno.Command(cli, {
     args: ["db", "push", "--yes", "--workdir", projectDir, "--db-url", `${databaseUrl}?sslmode=disable`],
     env: { ...env, DO_NOT_TRACK: "1" },

@@ -17,8 +17,8 @@ if (!cronUrl || !netUrl) {
 const stopping = new AbortController();
 const stop = () => stopping.abort();
 Deno.addSignalListener("SIGTERM", stop);
-// Ctrl-C in a terminal reaches every process of the stack: it is the parent that ends them, in order.
-Deno.addSignalListener("SIGINT", () => {});
+// Ctrl-C in a terminal and its end reach every process of the stack: it is the parent that ends them, in order.
+for (const signal of ["SIGINT", "SIGHUP"] as const) Deno.addSignalListener(signal, () => {});
 (async () => {
   for await (const _ of Deno.stdin.readable); // nothing is ever sent
   stop();

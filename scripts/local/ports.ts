@@ -29,8 +29,8 @@ export function assertPortFree(ports: Ports, name: keyof Ports): void {
   try {
     Deno.listen({ hostname: "127.0.0.1", port: ports[name] }).close();
   } catch (error) {
-    if (!(error instanceof Deno.errors.AddrInUse)) throw error;
-    throw new Error(`Port ${ports[name]} (${name}) is taken. ${portHint(name)}`);
+    const why = error instanceof Deno.errors.AddrInUse ? "is taken" : `cannot be used (${error})`;
+    throw new Error(`Port ${ports[name]} (${name}) ${why}. ${portHint(name)}`);
   }
 }
 

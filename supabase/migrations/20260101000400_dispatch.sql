@@ -359,7 +359,7 @@ begin
   detail := case when ready.total = 0 then 'none' else
     format('%s, the oldest due since %s', case when ready.total = 10000 then '10000+' else ready.total::text end,
       date_trunc('second', ready.oldest)) end;
-  todo := case when not ok then 'Mend the items above; if all hold, there is more work than the workers can do.' end;
+  todo := case when not ok then 'Mend the items above. If all hold, read the log of job-worker: it fails, or has more work than it can do.' end;
   return next;
 end $$;
 

@@ -41,8 +41,16 @@ export const handlers: Handlers = {
     if (what === "bigint") return 1n;
     if (what === "nul") return "a\u0000b";
     if (what === "surrogate") return "a\ud800b";
+    if (what === "large") return "x".repeat(20_000_000);
     const circular: Record<string, unknown> = {};
     circular.self = circular;
     return circular;
+  },
+  async careless() {
+    Promise.reject(new Error("nobody waits for this promise"));
+    setTimeout(() => {
+      throw new Error("nobody waits for this timer");
+    });
+    await new Promise((resolve) => setTimeout(resolve, 50));
   },
 };

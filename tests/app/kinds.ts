@@ -19,6 +19,8 @@ export const kinds = {
   hang: { schema: z.object({ file }), timeoutMs: 60_000, maxAttempts: 2 },
   /** Ends only when its signal aborts. */
   wait_for_signal: { schema: z.object({ file }) },
-  /** Returns what JSON or Postgres cannot hold. */
-  unstorable: { schema: z.object({ what: z.enum(["bigint", "circular", "nul", "surrogate"]) }) },
+  /** Returns what JSON or Postgres cannot hold, or too much of it. */
+  unstorable: { schema: z.object({ what: z.enum(["bigint", "circular", "nul", "surrogate", "large"]) }) },
+  /** Fails where nobody waits: in a promise that is not awaited and in a timer. */
+  careless: { schema: z.object({}) },
 } satisfies KindDeclarations;

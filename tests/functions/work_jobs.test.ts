@@ -239,7 +239,7 @@ Deno.test("a job whose kind has no handler is dead at once, and so is one whose 
 Deno.test("a result that JSON or Postgres cannot hold fails its attempt with an error that says so; its neighbours succeed", async () => {
   const bad = new Map<string, string>();
   const good: string[] = [];
-  for (const what of ["bigint", "circular", "nul", "surrogate"]) {
+  for (const what of ["bigint", "circular", "nul", "surrogate", "large"]) {
     for (const id of await enqueue("unstorable", { what })) bad.set(id, what);
     good.push(...await enqueue("echo", { n: 1 }));
   }
@@ -249,6 +249,17 @@ Deno.test("a result that JSON or Postgres cannot hold fails its attempt with an 
     assert.equal(status, "pending", bad.get(id));
     assert.match(last_error ?? "", /^the result cannot be stored: /, bad.get(id));
   }
+});
+
+Deno.test("an error that nobody catches is logged, and ends neither the worker nor another's job", async () => {
+  const pid = stack.services.functions.pid("job-worker");
+  const ids = [...await enqueue("careless", {}), ...await enqueue("echo", { n: 1 })];
+  assert.deepEqual((await run()).map(({ status }) => status), ["succeeded", "succeeded"]);
+  assert((await jobs(ids)).every(({ attempts }) => attempts === 1));
+  for (const what of ["promise", "timer"]) {
+    assert(stack.lines.some((line) => line.includes(`nobody waits for this ${what}`)), what);
+  }
+  assert.equal(stack.services.functions.pid("job-worker"), pid);
 });
 
 Deno.test("a worker that has done its share wakes a successor for the rest", async () => {

@@ -1,6 +1,6 @@
 import { join } from "node:path";
 import { freePort } from "../../scripts/local/ports.ts";
-import { projectDir, until } from "../support.ts";
+import { projectDir, templateMigrations, until } from "../support.ts";
 
 /** A copy of the project as a person clones it, but for the installed packages, which it shares. */
 export interface Clone extends AsyncDisposable {
@@ -26,7 +26,9 @@ export async function makeClone(): Promise<Clone> {
     args: ["ls-files", "--cached", "--others", "--exclude-standard"],
     cwd: projectDir,
   }).output();
+  const migrations = (await templateMigrations()).map((path) => `supabase/${path}`);
   for (const file of new TextDecoder().decode(files.stdout).trim().split("\n")) {
+    if (file.startsWith("supabase/migrations/") && !migrations.includes(file)) continue; // an app's own
     await Deno.mkdir(join(dir, file, ".."), { recursive: true });
     await Deno.copyFile(join(projectDir, file), join(dir, file)).catch((error) => {
       if (!(error instanceof Deno.errors.NotFound)) throw error; // deleted, but not yet committed

@@ -75,12 +75,13 @@ Deno.test("the README", async (t) => {
     async () => {
       const [kind, handler, enqueue] = blocks("ts");
       const app = join(clone.dir, "supabase/functions/_app");
+      if ((await Deno.readTextFile(join(app, "kinds.ts"))).includes("resize_image")) return; // followed already
       const edit = async (file: string, from: string, to: string) => {
         const text = await Deno.readTextFile(join(app, file));
         assert.ok(text.includes(from), `${file} has ${from}`);
         await Deno.writeTextFile(join(app, file), text.replace(from, to));
       };
-      const check = () => clone.run(`${Deno.execPath()} check supabase/functions`);
+      const check = () => clone.run(`'${Deno.execPath()}' check supabase/functions`);
       await edit("kinds.ts", "export const kinds = {", `export const kinds = {\n${kind}`);
       await Deno.writeTextFile(join(app, "handlers/resize_image.ts"), handler ?? "");
       await Deno.mkdir(join(app, "../example"));

@@ -61,8 +61,9 @@ Deno.test("npm start, from a clone", async (t) => {
 
     Deno.kill(await start.supervisor(), "SIGKILL");
     await until("functions and gateway to follow their killed parent", async () => {
+      // Postgres outlives it, and is stopped by the next start.
       const left = await processes(clone.dir);
-      return left.length === 0;
+      return left.every(({ command }) => command.includes("/bin/postgres "));
     });
   });
 

@@ -31,8 +31,13 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
   const kind = app.kinds[job.kind];
   const handler = app.handlers[job.kind];
   // A job may also name what every object inherits, such as "constructor".
-  if (!kind || !handler || !Object.hasOwn(app.kinds, job.kind)) {
+  if (!kind || !Object.hasOwn(app.kinds, job.kind)) {
     return { failed: { error: `unknown_kind: ${job.kind}`, permanent: true } };
+  }
+  if (!handler) {
+    return {
+      failed: { error: `no_handler: ${job.kind} is declared, but _app/handlers.ts does not name it` },
+    };
   }
   const timer = setTimeout(() => stop(entry, "timeout"), job.timeoutMs);
   try {
@@ -57,7 +62,7 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
     });
     // The schema gave the payload its handler's type; the map over all kinds has lost which is which.
     const result = await Promise.race([(handler as Handler<unknown>)(parsed.data, described), stopped]);
-    const unstorable = whyNotJson(result);
+    const unstorable = whyUnstorable(result);
     return unstorable ? { failed: { error: unstorable } } : { completed: result };
   } catch (error) {
     if (entry.stopped === "timeout") {
@@ -78,10 +83,15 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
   }
 }
 
-/** What is wrong with a result that JSON cannot hold: inside the settle call it would look like a failure of the network. */
-function whyNotJson(result: unknown): string | undefined {
+const MAX_RESULT_LENGTH = 1_000_000;
+
+/** Why a result cannot be stored: found in the settle call it would hold up those of other jobs. */
+function whyUnstorable(result: unknown): string | undefined {
   try {
-    JSON.stringify(result);
+    const { length } = JSON.stringify(result) ?? "";
+    if (length > MAX_RESULT_LENGTH) {
+      return cannotStore(`it has ${length} characters of JSON, more than ${MAX_RESULT_LENGTH}`);
+    }
   } catch (error) {
     return cannotStore(error);
   }

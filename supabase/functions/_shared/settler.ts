@@ -127,10 +127,14 @@ async function repeatWhileHeld<T>(batch: { entry: Held }[], call: () => Promise<
     try {
       return await call();
     } catch (error) {
-      // An error of class 22 or 23 is about the values: it would be the same next time.
-      const hopeless = error instanceof JobError && /^2[23]/.test(error.code);
-      if (hopeless || batch.every(({ entry }) => performance.now() >= entry.leaseEndsAt)) throw error;
-      log("error", "settle_repeated", { error: errorText(error) });
+      // No answer, no connection, a conflict, a lock or a shutdown may pass; anything else is about what was sent.
+      const passing = error instanceof JobError &&
+        /^(unreachable|08|40|53|55|57|58|XX|PGRST00)/.test(error.code);
+      if (!passing || batch.every(({ entry }) => performance.now() >= entry.leaseEndsAt)) throw error;
+      log("error", "settle_repeated", {
+        ids: batch.map(({ entry }) => entry.job.id),
+        error: errorText(error),
+      });
       await new Promise((resolve) => setTimeout(resolve, delayMs));
     }
   }

@@ -1,8 +1,11 @@
-import { shutdown } from "../_shared/edge_runtime.ts";
+import "../_app/handlers.ts"; // one that does not load shows when the function starts, not when a job comes
+import { shutdown, surviveUncaughtErrors } from "../_shared/edge_runtime.ts";
 import { errorText } from "../_shared/errors.ts";
 import { problem, refuseOtherMethods, refuseWithoutCronSecret } from "../_shared/http.ts";
 import { rescueExpiredJobs, workJobs } from "../_shared/jobs.ts";
 import { log } from "../_shared/log.ts";
+
+surviveUncaughtErrors();
 
 /** For any outside scheduler: rescues what expired and runs what is ready, then says what it did. */
 Deno.serve(async (request) => {

@@ -1,7 +1,8 @@
 import { z } from "zod";
+import "../_app/handlers.ts"; // one that does not load shows when the function starts, not when a job comes
 import { describeIssue } from "../_shared/attempt.ts";
 import { requiredEnv } from "../_shared/database.ts";
-import { shutdown } from "../_shared/edge_runtime.ts";
+import { shutdown, surviveUncaughtErrors } from "../_shared/edge_runtime.ts";
 import { errorText } from "../_shared/errors.ts";
 import { problem, readJson, refuseOtherMethods, refuseWithoutCronSecret } from "../_shared/http.ts";
 import { wakeJobWorker, workJobs } from "../_shared/jobs.ts";
@@ -13,6 +14,8 @@ const requestBody = z.strictObject({
   /** Work first and answer with what was done; else answer 202 at once and work on. */
   wait: z.boolean().default(false),
 });
+
+surviveUncaughtErrors();
 
 Deno.serve(async (request) => {
   const refused = refuseOtherMethods(request, "POST") ?? await refuseWithoutCronSecret(request);
