@@ -22,7 +22,7 @@ export async function setup(dir: string): Promise<{ cronSecret: string; written:
     );
   }
   for (const [file, { CRON_SECRET }] of [[files.project, project], [files.functions, functions]] as const) {
-    if (CRON_SECRET?.split(",").some((secret) => secret.length < 32)) {
+    if (CRON_SECRET && CRON_SECRET.split(",").some((secret) => secret.length < 32)) {
       throw new Error(
         `CRON_SECRET in ${file} is shorter than 32 characters. Delete the line: a new one is made.`,
       );

@@ -127,10 +127,9 @@ async function repeatWhileHeld<T>(batch: { entry: Held }[], call: () => Promise<
     try {
       return await call();
     } catch (error) {
-      // No answer, no connection, a conflict, a lock or a shutdown may pass; anything else is about what was sent.
-      const passing = error instanceof JobError &&
-        /^(unreachable|08|40|53|55|57|58|XX|PGRST00)/.test(error.code);
-      if (!passing || batch.every(({ entry }) => performance.now() >= entry.leaseEndsAt)) throw error;
+      // An error of class 22, 23 or 54, or a body too large for the API, is about what was sent: it would come again.
+      const hopeless = error instanceof JobError && /^(22|23|54|LOCAL413)/.test(error.code);
+      if (hopeless || batch.every(({ entry }) => performance.now() >= entry.leaseEndsAt)) throw error;
       log("error", "settle_repeated", {
         ids: batch.map(({ entry }) => entry.job.id),
         error: errorText(error),
