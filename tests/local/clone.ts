@@ -14,8 +14,8 @@ export interface Clone extends AsyncDisposable {
 
 export interface Start {
   output: () => string;
-  /** Ctrl-C: SIGINT to the whole process group. Resolves when npm has ended. */
-  interrupt(): Promise<void>;
+  /** Ctrl-C is a SIGINT to all, the end of the terminal a SIGHUP to all, a kill a SIGTERM to npm. Resolves when all is gone. */
+  end(signal: "SIGINT" | "SIGHUP" | "SIGTERM"): Promise<void>;
   /** The process that supervises the stack. */
   supervisor(): Promise<number>;
 }
@@ -68,8 +68,9 @@ export async function makeClone(): Promise<Clone> {
     dataDir = JSON.parse(await Deno.readTextFile(join(dir, ".local/stack.json"))).dataDir;
     return {
       output: () => output,
-      async interrupt() {
-        Deno.kill(-child.pid, "SIGINT");
+      async end(signal) {
+        Deno.kill(signal === "SIGTERM" ? child.pid : -child.pid, signal);
+        await until("every process to end", async () => (await processes(dir, dataDir ?? dir)).length === 0);
         await ended;
       },
       async supervisor() {

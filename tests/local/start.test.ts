@@ -34,8 +34,7 @@ Deno.test("npm start, from a clone", async (t) => {
     await until("the mail", () => start.output().includes("mail to a@example.com: Welcome, there"));
     const { output } = await clone.run(`npm run -s sql -- "select status from jobs"`);
     assert.match(output, /succeeded/);
-    await start.interrupt();
-    await until("every process to end", async () => (await processes(clone.dir)).length === 0);
+    await start.end("SIGINT");
   });
 
   await t.step("keeps what it made: secrets for the owner only, and the data", async (t) => {
@@ -67,7 +66,7 @@ Deno.test("npm start, from a clone", async (t) => {
     });
   });
 
-  await t.step("starts again after kill -9, and goes on with a job", async (t) => {
+  await t.step("starts again after kill -9, goes on with a job, and stops when npm is killed", async (t) => {
     const start = await clone.start();
     await clone.run(sendWelcome);
     await until("the mail", () => start.output().includes("mail to a@example.com"));
@@ -86,7 +85,12 @@ Deno.test("npm start, from a clone", async (t) => {
         });
       },
     );
-    await start.interrupt();
+    await start.end("SIGTERM");
+  });
+
+  await t.step("stops when the terminal is closed", async () => {
+    const start = await clone.start();
+    await start.end("SIGHUP");
   });
 
   await t.step("names the file, the line and Postgres's message when a migration fails", async () => {
