@@ -123,14 +123,29 @@ export async function startStack(options: {
     const outbox = startOutbox(ports.mail, log);
     stops.push(() => outbox.stop());
     let hasMigrations = false;
-    const database = await startPostgres({
-      projectDir,
-      port: ports.database,
-      portHint: portHint("database"),
-      // What it says while it starts and is migrated is in the errors that follow; its LOG lines are no news.
-      log: (line) => hasMigrations && !line.includes(" LOG: ") && log(`[postgres] ${line}`),
+    const startDatabase = () =>
+      startPostgres({
+        projectDir,
+        port: ports.database,
+        portHint: portHint("database"),
+        // What it says while it starts and is migrated is in the errors that follow; its LOG lines are no news.
+        log: (line) => hasMigrations && !line.includes(" LOG: ") && log(`[postgres] ${line}`),
+      });
+    let database = await startDatabase();
+    let stopping = false;
+    stops.push(async () => {
+      stopping = true;
+      await database.stop();
     });
-    stops.push(() => database.stop());
+    const keepDatabase = async () => {
+      while (true) {
+        const { signal, code } = await database.exited;
+        if (stopping) return;
+        log(`Postgres ended (${signal ?? `exit code ${code}`}); starting it again`);
+        database = await startDatabase();
+      }
+    };
+    keepDatabase().catch((error) => log(`Postgres cannot be started again: ${error.message}`));
     const startingServices = startServices({
       projectDir,
       apiPort: ports.api,

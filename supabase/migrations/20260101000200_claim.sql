@@ -92,6 +92,16 @@ end $$;
 revoke all on function private.waiting_kinds, private.pick_jobs from public, anon, authenticated;
 grant execute on function private.waiting_kinds, private.pick_jobs to service_role;
 
+-- Whether jobs are started at all: see enable_dispatch().
+create table private.dispatch (
+  one boolean primary key default true check (one),
+  enabled boolean not null default true
+);
+insert into private.dispatch default values;
+alter table private.dispatch enable row level security;
+revoke all on private.dispatch from public, anon, authenticated;
+grant select on private.dispatch to service_role;
+
 -- Workers that have promised to look for work by themselves until awake_until: while one has, an enqueue need not poke.
 -- Unlogged: after a crash nobody has promised anything.
 create unlogged table private.awake_workers (
@@ -104,9 +114,9 @@ grant select, insert, update, delete on private.awake_workers to service_role;
 
 -- Claims up to `max_jobs` due jobs for `lease_seconds`, of any kind or of `kinds`, and counts an attempt for each. They
 -- come in the order in which they are to start, each with how long the attempt may run. `worker` is a name for locked_by.
--- With `awake_for` (an interval) the caller promises to claim again within that time, which spares the project a poke per
--- enqueue; a claim that fills up, or one without awake_for, takes the promise back, since such a worker takes no more work
--- for now. At most 1000 jobs, the most rows that REST gives back. Raises 22023 naming the argument that is not usable.
+-- A worker that dispatch has started gives `awake_for` (an interval): it gets nothing while dispatch is off, and promises to
+-- claim again within that time, which spares the project a poke per enqueue. A claim that fills up, or one for no time,
+-- takes the promise back, since such a worker takes no more work for now. At most 1000 jobs, the most rows that REST gives back. Raises 22023 naming the argument that is not usable.
 create function public.claim_jobs(
   worker text,
   max_jobs int default 10,
@@ -147,6 +157,11 @@ begin
       using errcode = '22023';
   end if;
 
+  if claim_jobs.awake_for is not null and not (select d.enabled from private.dispatch d) then
+    delete from private.awake_workers w where w.worker = claim_jobs.worker;
+    return;
+  end if;
+
   if claim_jobs.kinds is null then
     select t.kind into start from private.turn t;
     waiting := private.waiting_kinds(coalesce(start, ''));
@@ -175,7 +190,7 @@ begin
     ids := ids || private.pick_jobs(full_kinds[i], claim_jobs.max_jobs - cardinality(ids), ids);
   end loop;
 
-  if claim_jobs.awake_for is not null and cardinality(ids) < claim_jobs.max_jobs then
+  if claim_jobs.awake_for > interval '0' and cardinality(ids) < claim_jobs.max_jobs then
     -- Renewed in its second half only: a poll that finds nothing seldom writes.
     insert into private.awake_workers as w (worker, awake_until)
     values (claim_jobs.worker, clock_timestamp() + claim_jobs.awake_for)

@@ -26,14 +26,6 @@ begin
   end if;
 end $$;
 
-create table private.dispatch (
-  one boolean primary key default true check (one),
-  enabled boolean not null default true
-);
-insert into private.dispatch default values;
-alter table private.dispatch enable row level security;
-revoke all on private.dispatch from public, anon, authenticated, service_role;
-
 -- Which pg_net requests were ours, so that their answers can be found. Unlogged, as pg_net's own tables are.
 create unlogged table private.pokes (
   request_id bigint not null,
@@ -182,7 +174,8 @@ begin
 end $$;
 
 -- The tick: rescues what expired, and pokes as many workers as the ready jobs call for: one per 100, at most 5 at work.
--- Raises 55000 while something is not set up, so that cron's history shows it; nobody could have done the work anyway.
+-- Raises 55000 while something is not set up, so that cron's history shows it. An error undoes a whole run: one that has
+-- rescued jobs keeps them and is silent, and the next, with nothing to rescue, says what is wrong.
 create function private.tick() returns void
 language plpgsql
 security definer
@@ -190,31 +183,38 @@ set search_path = pg_catalog, pg_temp
 set lock_timeout = '5s'
 as $$
 declare
+  rescued int;
   wanted int;
   at_work int;
 begin
-  perform private.worker_endpoint();
-  perform public.rescue_expired_jobs(1000);
-  delete from private.awake_workers w where w.awake_until < clock_timestamp() - interval '1 minute';
-  delete from private.pokes p where p.poked_at < clock_timestamp() - interval '6 hours';
-  wanted := ceil((select r.total from private.ready_jobs(500) r) / 100.0);
-  if wanted > 0 then
-    select count(*) into at_work from (
-      select j.locked_by from public.jobs j where j.status = 'running'
-      union
-      select w.worker from private.awake_workers w where w.awake_until > clock_timestamp()
-    ) w;
-    -- A poke that is still queued is a worker to come: while pg_net sends nothing they must not pile up.
-    at_work := at_work + private.count_queued_pokes();
-    -- pg_net goes to sleep over a queue that it finds locked, and only this or another request wakes it. Not in the
-    -- trigger: each call adds a callback to the session that is never removed.
-    if to_regprocedure('net.wake()') is not null then
-      perform net.wake();
+  rescued := public.rescue_expired_jobs(1000);
+  begin
+    perform private.worker_endpoint();
+    delete from private.awake_workers w where w.awake_until < clock_timestamp() - interval '1 minute';
+    delete from private.pokes p where p.poked_at < clock_timestamp() - interval '6 hours';
+    wanted := ceil((select r.total from private.ready_jobs(500) r) / 100.0);
+    if wanted > 0 then
+      select count(*) into at_work from (
+        select j.locked_by from public.jobs j where j.status = 'running'
+        union
+        select w.worker from private.awake_workers w where w.awake_until > clock_timestamp()
+      ) w;
+      -- A poke that is still queued is a worker to come: while pg_net sends nothing they must not pile up.
+      at_work := at_work + private.count_queued_pokes();
+      -- pg_net goes to sleep over a queue that it finds locked, and only this or another request wakes it. Not in the
+      -- trigger: each call adds a callback to the session that is never removed.
+      if to_regprocedure('net.wake()') is not null then
+        perform net.wake();
+      end if;
+      for i in 1 .. wanted - at_work loop
+        perform private.poke('tick');
+      end loop;
     end if;
-    for i in 1 .. wanted - at_work loop
-      perform private.poke('tick');
-    end loop;
-  end if;
+  exception when others then
+    if rescued = 0 then
+      raise;
+    end if;
+  end;
 end $$;
 
 -- Deletes this template's old rows from cron's history, which pg_cron itself never does.
@@ -245,11 +245,14 @@ begin
       hint = 'Run create extension pg_cron, or have something else call the drain function.';
   end if;
   update private.dispatch d set enabled = true where d.one;
+  -- Anew, since scheduling a job that is there leaves it paused if it was.
+  perform cron.unschedule(j.jobid) from cron.job j where j.jobname in ('nightshift_tick', 'nightshift_prune');
   perform cron.schedule('nightshift_tick', '10 seconds', 'select private.tick()');
   perform cron.schedule('nightshift_prune', '17 * * * *', 'select private.prune_cron_history()');
 end $$;
 
--- Turns the tick and the wake off: jobs then wait until something calls the drain function or claims them.
+-- Turns the tick and the wake off, and gives nothing more to workers that they have started: jobs then wait until something
+-- calls the drain function or claims them.
 create function public.disable_dispatch() returns void
 language plpgsql
 security definer
@@ -268,6 +271,7 @@ create function public.job_dispatch_health() returns table (item text, ok boolea
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
+set lock_timeout = '2s'
 as $$
 declare
   missing text;
@@ -340,13 +344,15 @@ begin
         when poke.queued then 'not sent yet'
         when poke.answered is null then 'no answer is kept'
         when poke.status_code is null then coalesce(poke.error_msg, 'timed out')
-        else poke.status_code || case when ok then '' else ' ' || left(poke.content, 300) end end);
+        else poke.status_code || case when ok then '' else coalesce(' ' || left(poke.content, 300), '') end end);
       todo := case
         when ok then null
         when poke.queued then 'pg_net is not sending: run select net.worker_restart(), or restart the database.'
         when poke.answered is null then 'The next poke tells more: enqueue a job, or wait for one.'
         when poke.timed_out then 'The function did not answer within 5 s: read the log of job-worker, and check project_url.'
         when poke.status_code is null then 'Check that project_url is this project''s API, as seen from the database.'
+        when poke.status_code = 401 and poke.content not like '%CRON_SECRET%' then
+          'This is not job-worker''s answer: check project_url, and that job-worker is deployed with verify_jwt = false.'
         when poke.status_code = 401 then 'CRON_SECRET of the functions and cron_secret in Vault differ: set both to the same.'
         when poke.status_code = 404 then 'Deploy the function: supabase functions deploy job-worker. If it is, check project_url.'
         else 'Read the log of the function job-worker.' end;

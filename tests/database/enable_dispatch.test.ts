@@ -54,3 +54,23 @@ Deno.test("without pg_cron enable_dispatch says what to do, and disable_dispatch
   });
   await db.sql`select disable_dispatch()`;
 });
+
+Deno.test("while dispatch is off a worker that it started gets nothing more; a drain does", async () => {
+  await using db = await createDatabase();
+  await db.sql`insert into jobs (kind) select 'test' from generate_series(1, 3)`;
+  await db.sql`select * from claim_jobs('poked', 1, awake_for => '1 minute')`;
+  await db.sql`select disable_dispatch()`;
+  assert.equal((await db.sql`select * from claim_jobs('poked', 1, awake_for => '1 minute')`).count, 0);
+  assert.equal((await db.sql`select * from claim_jobs('poked', 1, awake_for => '0')`).count, 0);
+  assert.equal((await db.sql`select * from private.awake_workers`).count, 0);
+  assert.equal((await db.sql`select * from claim_jobs('drain', 1)`).count, 1);
+  await db.sql`select enable_dispatch()`;
+  assert.equal((await db.sql`select * from claim_jobs('poked', 1, awake_for => '1 minute')`).count, 1);
+});
+
+Deno.test("a tick that somebody has paused runs again after enable_dispatch", async () => {
+  await using db = await createDatabase();
+  await db.sql`select cron.alter_job(jobid, active := false) from cron.job where jobname = 'nightshift_tick'`;
+  await db.sql`select enable_dispatch()`;
+  assert.deepEqual(await scheduled(db.sql), both);
+});

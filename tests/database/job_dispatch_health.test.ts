@@ -119,7 +119,9 @@ Deno.test("the worker's last answer is shown, with what to do about it", async (
   assert.equal((await item(db.sql, "worker")).detail, "not poked in the last 6 hours");
   const answers: [answer: Parameters<typeof recordAnswer>[1], detail: RegExp, todo: RegExp][] = [
     [{ status: 202, content: "{}" }, /: 202$/, /^$/],
-    [{ status: 401, content: "Unauthorized" }, /: 401 Unauthorized$/, /CRON_SECRET .* differ/],
+    [{ status: 401, content: "Send CRON_SECRET" }, /: 401 Send CRON_SECRET$/, /CRON_SECRET .* differ/],
+    [{ status: 401, content: "No API key" }, /: 401 No API key$/, /project_url.*verify_jwt/],
+    [{ status: 405 }, /: 405$/, /log of the function job-worker/],
     [{ status: 404, content: "Not found" }, /: 404 Not found$/, /functions deploy job-worker/],
     [{ status: 500, content: "x".repeat(400) }, /: 500 x{300}$/, /log of the function job-worker/],
     [{ error: "Could not resolve host" }, /: Could not resolve host$/, /project_url/],

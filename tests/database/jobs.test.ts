@@ -122,3 +122,20 @@ Deno.test("numbers out of range are refused", async () => {
     }
   }
 });
+
+Deno.test("no row can be written that would make every claim raise, or that could never be rescued", async () => {
+  for (
+    const values of [
+      "lease_token = 2147483647",
+      "attempts = 2147483647",
+      "status = 'running', lease_expires_at = 'infinity'",
+    ]
+  ) {
+    await db.sql`insert into jobs (kind) values ('test')`;
+    await assert.rejects(
+      db.sql.unsafe(`update jobs set ${values} where kind = 'test'`),
+      { code: "23514" },
+      values,
+    );
+  }
+});

@@ -162,3 +162,17 @@ Deno.test("prune_cron_history removes this template's rows of more than a day ag
     "select private.tick() 23 hours",
   ]);
 });
+
+Deno.test("what a tick has rescued stays rescued though dispatch is not set up; the next one says what is missing", async () => {
+  await using db = await createDatabase();
+  await db.sql`insert into jobs (kind) values ('test')`;
+  await db.sql`select * from claim_jobs('w', 1)`;
+  await db
+    .sql`update jobs set lease_expires_at = clock_timestamp() - interval '1 second' where status = 'running'`;
+  await db.sql`select private.tick()`;
+  assert.equal((await db.sql`select from jobs where status = 'pending' and attempts = 1`).count, 1);
+  await assert.rejects(db.sql`select private.tick()`, {
+    code: "55000",
+    message: /project_url is not in Vault/,
+  });
+});

@@ -321,6 +321,30 @@ Deno.test("a settling that the database refuses for a moment is repeated until i
   assert.equal((await linesOf(file)).length, 1);
 });
 
+Deno.test("a job whose row somebody keeps locked holds up neither the settling nor the leases of the others", async () => {
+  const { sql } = stack;
+  const file = newFile();
+  const [locked, ...others] = await enqueue("wait_for_gate", { file }, 4);
+  assert(locked);
+  const running = run();
+  await untilLines(file, 4);
+  const lock = stack.db.connect("postgres", { max: 1 });
+  await lock`begin`;
+  await lock`select from jobs where id = ${locked} for update`;
+  await openGate(file);
+  await until(
+    "the others to succeed",
+    async () => (await jobs(others)).every(({ status }) => status === "succeeded"),
+  );
+  assert.equal((await job(locked)).status, "running");
+  await lock`commit`;
+  await running;
+  await sql`select rescue_expired_jobs()`;
+  await run();
+  assert.equal((await job(locked)).status, "succeeded");
+  assert((await jobs(others)).every(({ attempts }) => attempts === 1));
+});
+
 Deno.test("a settling that finds the API gone is repeated until it is back", async () => {
   const file = newFile();
   const id = await enqueueOne("wait_for_gate", { file });

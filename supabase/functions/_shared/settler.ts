@@ -1,7 +1,7 @@
 import { cannotStore, type Held, type Outcome } from "./attempt.ts";
 import { errorText, JobError } from "./errors.ts";
 import { log } from "./log.ts";
-import { completeJobs, failJobs, type Failure, releaseJobs } from "./queue.ts";
+import { type ClaimedJob, completeJobs, failJobs, type Failure, releaseJobs } from "./queue.ts";
 
 /** `lost`: the lease was, so what the handler did was refused. `released`: given back, the attempt not counted. */
 export type JobStatus = "succeeded" | "pending" | "dead" | "released" | "lost";
@@ -13,10 +13,24 @@ export interface Settled {
   status: JobStatus;
 }
 
-/** Settles what has ended in batches, one call of a sort at a time, and repeats calls that fail. */
+interface Completion {
+  entry: Held;
+  result: unknown;
+}
+
+interface Failing {
+  entry: Held;
+  failed: Omit<Failure, "id" | "leaseToken">;
+}
+
+/** A batch that takes longer than this no longer holds up the next. */
+const PATIENCE_MS = 1_000;
+
+/** Settles what has ended in batches, and repeats calls that fail until the leases are over. */
 export function createSettler(held: Set<Held>, results: Settled[]) {
   let waiting: { entry: Held; outcome: Outcome }[] = [];
   let flushing: Promise<void> | undefined;
+  const settling = new Set<Promise<unknown>>();
 
   return {
     settle(entry: Held, outcome: Outcome): void {
@@ -24,55 +38,45 @@ export function createSettler(held: Set<Held>, results: Settled[]) {
       flushing ??= flush().finally(() => flushing = undefined);
     },
     async idle(): Promise<void> {
-      while (flushing) await flushing;
+      while (flushing || settling.size > 0) await Promise.all([flushing, ...settling]);
     },
   };
 
   async function flush(): Promise<void> {
     // Those that end in the same turn of the event loop go together.
-    await new Promise((resolve) => setTimeout(resolve, 0));
+    await sleep(0);
     while (waiting.length > 0) {
       const batch = waiting;
       waiting = [];
-      const completions: { entry: Held; result: unknown }[] = [];
-      const failures: { entry: Held; failed: Omit<Failure, "id" | "leaseToken"> }[] = [];
-      const releases: Held[] = [];
+      const completions: Completion[] = [];
+      const failures: Failing[] = [];
+      const releases: { entry: Held }[] = [];
       for (const { entry, outcome } of batch) {
         if ("completed" in outcome) completions.push({ entry, result: outcome.completed });
         else if ("failed" in outcome) failures.push({ entry, failed: outcome.failed });
-        else if (outcome.stopped === "released") releases.push(entry);
+        else if (outcome.stopped === "released") releases.push({ entry });
         else settled(entry, "lost");
       }
-      await Promise.all([complete(completions), fail(failures), release(releases)]);
+      const calls = Promise.all([complete(completions), fail(failures), release(releases)]);
+      settling.add(calls);
+      calls.finally(() => settling.delete(calls));
+      await Promise.race([calls, sleep(PATIENCE_MS)]);
     }
   }
 
-  async function complete(batch: { entry: Held; result: unknown }[]): Promise<void> {
-    if (batch.length === 0) return;
-    try {
-      const done = new Set(
-        await repeatWhileHeld(
-          batch,
-          () =>
-            completeJobs(
-              batch.map(({ entry: { job }, result }) => ({ id: job.id, leaseToken: job.leaseToken, result })),
-            ),
-        ),
-      );
-      for (const { entry } of batch) settled(entry, done.has(entry.job.id) ? "succeeded" : "lost");
-    } catch (error) {
-      // One result that cannot be stored refuses the whole call: each is then tried alone, and the bad one's attempt fails.
-      if (batch.length > 1) {
-        for (const one of batch) await complete([one]);
-        return;
-      }
-      const failed = { error: cannotStore(error) };
-      await fail(batch.map(({ entry }) => ({ entry, failed })));
-    }
+  function complete(batch: Completion[]): Promise<void> {
+    return call(
+      batch,
+      (some) => completeJobs(some.map(({ entry: { job }, result }) => ({ ...leaseOf(job), result }))),
+      (ids) => (id) => ids.includes(id) ? "succeeded" : "lost",
+      ({ entry }, error) =>
+        isAboutWhatWasSent(error)
+          ? fail([{ entry, failed: { error: cannotStore(error) } }])
+          : settled(entry, "lost"),
+    );
   }
 
-  async function fail(batch: { entry: Held; failed: Omit<Failure, "id" | "leaseToken"> }[]): Promise<void> {
-    if (batch.length === 0) return;
+  function fail(batch: Failing[]): Promise<void> {
     for (const { entry: { job }, failed } of batch) {
       log("error", "attempt_failed", {
         id: job.id,
@@ -81,60 +85,84 @@ export function createSettler(held: Set<Held>, results: Settled[]) {
         error: failed.error,
       });
     }
-    try {
-      const rows = await repeatWhileHeld(
-        batch,
-        () =>
-          failJobs(
-            batch.map(({ entry: { job }, failed }) => ({
-              ...failed,
-              id: job.id,
-              leaseToken: job.leaseToken,
-            })),
-          ),
-      );
-      const became = new Map(rows.map((row) => [row.id, row.status]));
-      for (const { entry } of batch) settled(entry, became.get(entry.job.id) ?? "lost");
-    } catch (error) {
-      log("error", "settle_failed", { ids: batch.map(({ entry }) => entry.job.id), error: errorText(error) });
-      for (const { entry } of batch) settled(entry, "lost");
-    }
+    return call(
+      batch,
+      (some) => failJobs(some.map(({ entry: { job }, failed }) => ({ ...failed, ...leaseOf(job) }))),
+      (rows) => (id) => rows.find((row) => row.id === id)?.status ?? "lost",
+      ({ entry }) => settled(entry, "lost"),
+    );
   }
 
-  async function release(batch: Held[]): Promise<void> {
+  function release(batch: { entry: Held }[]): Promise<void> {
+    return call(
+      batch,
+      (some) => releaseJobs(some.map(({ entry: { job } }) => leaseOf(job))),
+      (ids) => (id) => ids.includes(id) ? "released" : "lost",
+      ({ entry }) => settled(entry, "lost"),
+    );
+  }
+
+  /**
+   * Makes one settle call for a batch. When it is refused for what is in it, or for a row that somebody keeps locked, the
+   * batch is halved, so that one job holds up no other; when it fails otherwise, it is repeated: the token makes that safe.
+   */
+  async function call<E extends { entry: Held }, T>(
+    batch: E[],
+    send: (batch: E[]) => Promise<T>,
+    read: (answer: T) => (id: string) => JobStatus,
+    giveUp: (one: E, error: unknown) => Promise<void> | void,
+  ): Promise<void> {
     if (batch.length === 0) return;
-    try {
-      const done = new Set(await releaseJobs(batch.map(({ job }) => job)));
-      for (const entry of batch) settled(entry, done.has(entry.job.id) ? "released" : "lost");
-    } catch (error) {
-      log("error", "release_failed", { ids: batch.map(({ job }) => job.id), error: errorText(error) });
-      for (const entry of batch) settled(entry, "lost");
+    for (let delayMs = 100;; delayMs = Math.min(delayMs * 2, 5_000)) {
+      try {
+        const status = read(await send(batch));
+        for (const { entry } of batch) settled(entry, status(entry.job.id), delayMs > 100);
+        return;
+      } catch (error) {
+        if (batch.length > 1 && (isAboutWhatWasSent(error) || isBlocked(error))) {
+          await Promise.all(halves(batch).map((half) => call(half, send, read, giveUp)));
+          return;
+        }
+        if (isAboutWhatWasSent(error) || batch.every(({ entry }) => performance.now() >= entry.leaseEndsAt)) {
+          for (const one of batch) await giveUp(one, error);
+          return;
+        }
+        log("error", "settle_repeated", {
+          ids: batch.map(({ entry }) => entry.job.id),
+          error: errorText(error),
+        });
+        await sleep(delayMs);
+      }
     }
   }
 
-  function settled(entry: Held, status: JobStatus): void {
+  /** `repeated`: an earlier call may have settled it already, and only its answer was lost. */
+  function settled(entry: Held, status: JobStatus, repeated = false): void {
     held.delete(entry);
     results.push({ id: entry.job.id, kind: entry.job.kind, status });
     if (status === "lost") {
-      log("error", "lease_lost", { id: entry.job.id, kind: entry.job.kind, attempt: entry.job.attempts });
+      const { id, kind, attempts: attempt } = entry.job;
+      log("error", repeated ? "settled_before_or_lease_lost" : "lease_lost", { id, kind, attempt });
     }
   }
 }
 
-/** Repeats a settle call that got no answer until the leases are over: the token makes repeating safe. */
-async function repeatWhileHeld<T>(batch: { entry: Held }[], call: () => Promise<T>): Promise<T> {
-  for (let delayMs = 100;; delayMs = Math.min(delayMs * 2, 5_000)) {
-    try {
-      return await call();
-    } catch (error) {
-      // An error of class 22, 23 or 54, or a body too large for the API, is about what was sent: it would come again.
-      const hopeless = error instanceof JobError && /^(22|23|54|LOCAL413)/.test(error.code);
-      if (hopeless || batch.every(({ entry }) => performance.now() >= entry.leaseEndsAt)) throw error;
-      log("error", "settle_repeated", {
-        ids: batch.map(({ entry }) => entry.job.id),
-        error: errorText(error),
-      });
-      await new Promise((resolve) => setTimeout(resolve, delayMs));
-    }
-  }
+/** Somebody keeps a row locked: the call ran into a lock timeout or a statement timeout. */
+export function isBlocked(error: unknown): boolean {
+  return error instanceof JobError && (error.code === "55P03" || error.code === "57014");
 }
+
+/** Two halves of a list. */
+export function halves<T>(list: T[]): [T[], T[]] {
+  const middle = Math.ceil(list.length / 2);
+  return [list.slice(0, middle), list.slice(middle)];
+}
+
+/** An error of class 22, 23 or 54, or a body that is too large for the API: it would come again. */
+function isAboutWhatWasSent(error: unknown): boolean {
+  return error instanceof JobError && /^(22|23|54|LOCAL413)/.test(error.code);
+}
+
+const leaseOf = ({ id, leaseToken }: ClaimedJob) => ({ id, leaseToken });
+
+const sleep = (ms: number) => new Promise<void>((resolve) => setTimeout(resolve, ms));

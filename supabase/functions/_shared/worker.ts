@@ -2,7 +2,7 @@ import { type App, attempt, type Held, stop } from "./attempt.ts";
 import { errorText } from "./errors.ts";
 import { log } from "./log.ts";
 import { type ClaimedJob, claimJobs, declareJobKinds, extendJobs } from "./queue.ts";
-import { createSettler, type Settled } from "./settler.ts";
+import { createSettler, halves, isBlocked, type Settled } from "./settler.ts";
 
 const LEASE_SECONDS = 60;
 /** A third of the lease: two heartbeats may be lost before the lease is. */
@@ -139,7 +139,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
           leaseSeconds: LEASE_SECONDS,
           kinds,
           // A promise holds for any kind, so one that does not take all kinds may not make it.
-          awakeForSeconds: lingers && !kinds ? AWAKE_FOR_SECONDS : undefined,
+          awakeForSeconds: linger ? (lingers && !kinds ? AWAKE_FOR_SECONDS : 0) : undefined,
         });
         failures = 0;
       } catch (error) {
@@ -213,21 +213,26 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
 
 /** One heartbeat for all leases. A handler whose lease is lost is stopped. */
 async function extendLeases(held: Set<Held>): Promise<void> {
-  const entries = [...held].filter((entry) => !entry.ended);
-  if (entries.length === 0) return;
-  const calledAt = performance.now();
-  try {
-    const still = new Set(
-      await extendJobs(entries.map(({ job }) => job), LEASE_SECONDS),
-    );
-    for (const entry of entries) {
-      if (still.has(entry.job.id)) entry.leaseEndsAt = calledAt + LEASE_SECONDS * 1000;
-      else if (held.has(entry)) stop(entry, "lost");
-    }
-  } catch (error) {
-    log("error", "heartbeat_failed", { jobs: entries.length, error: errorText(error) });
-    for (const entry of entries) {
-      if (performance.now() >= entry.leaseEndsAt) stop(entry, "lost");
+  await extend([...held].filter((entry) => !entry.ended));
+
+  async function extend(entries: Held[]): Promise<void> {
+    if (entries.length === 0) return;
+    const calledAt = performance.now();
+    try {
+      const still = new Set(await extendJobs(entries.map(({ job }) => job), LEASE_SECONDS));
+      for (const entry of entries) {
+        if (still.has(entry.job.id)) entry.leaseEndsAt = calledAt + LEASE_SECONDS * 1000;
+        else if (held.has(entry)) stop(entry, "lost");
+      }
+    } catch (error) {
+      if (entries.length > 1 && isBlocked(error)) {
+        await Promise.all(halves(entries).map(extend));
+        return;
+      }
+      log("error", "heartbeat_failed", { ids: entries.map(({ job }) => job.id), error: errorText(error) });
+      for (const entry of entries) {
+        if (performance.now() >= entry.leaseEndsAt) stop(entry, "lost");
+      }
     }
   }
 }
