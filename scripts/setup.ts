@@ -14,15 +14,16 @@ export async function setup(dir: string): Promise<{ cronSecret: string; written:
   const project = await readEnv(files.project);
   const functions = await readEnv(files.functions);
   // While the secret is being rotated the functions take two, and the database sends its first.
-  const sent = project.CRON_SECRET?.split(",", 1)[0];
-  if (sent && functions.CRON_SECRET && !functions.CRON_SECRET.split(",").includes(sent)) {
+  const secretsOf = (text = "") => text.split(",").map((secret) => secret.trim()).filter(Boolean);
+  const [sent] = secretsOf(project.CRON_SECRET);
+  if (sent && functions.CRON_SECRET && !secretsOf(functions.CRON_SECRET).includes(sent)) {
     throw new Error(
       `CRON_SECRET differs between ${files.project} and ${files.functions}: the database would be refused by the ` +
         "functions. Make them the same, or delete the line in one of them.",
     );
   }
   for (const [file, { CRON_SECRET }] of [[files.project, project], [files.functions, functions]] as const) {
-    if (CRON_SECRET && CRON_SECRET.split(",").some((secret) => secret.length < 32)) {
+    if (secretsOf(CRON_SECRET).some((secret) => secret.length < 32)) {
       throw new Error(
         `CRON_SECRET in ${file} is shorter than 32 characters. Delete the line: a new one is made.`,
       );

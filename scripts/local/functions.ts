@@ -62,6 +62,8 @@ export async function runFunctions(options: RunOptions): Promise<LocalFunctions>
     const mine = generation;
     const socket = sockets[name] ?? "";
     await Deno.remove(socket).catch(() => {});
+    const env = await options.env();
+    if (mine !== generation) return;
     const child = new Deno.Command(Deno.execPath(), {
       args: [
         "run",
@@ -73,7 +75,7 @@ export async function runFunctions(options: RunOptions): Promise<LocalFunctions>
         join(import.meta.dirname ?? ".", "edge_runtime.ts"),
         join(functionsDir, name, "index.ts"),
       ],
-      env: { ...await options.env(), DENO_SERVE_ADDRESS: `unix:${socket}`, NO_COLOR: "1" },
+      env: { ...env, DENO_SERVE_ADDRESS: `unix:${socket}`, NO_COLOR: "1" },
       stdin: "piped",
       stdout: "piped",
       stderr: "piped",
@@ -138,7 +140,10 @@ export async function runFunctions(options: RunOptions): Promise<LocalFunctions>
       timer = setTimeout(async () => {
         if (stopping.signal.aborted) return;
         log("supabase/functions changed: reloading");
-        await stopAll();
+        const stopped = stopAll();
+        const mine = generation;
+        await stopped;
+        if (mine !== generation) return; // changed again, or stopped
         for (const name of names) start(name).catch((error) => log(error.message));
       }, 150);
     }
@@ -155,6 +160,6 @@ export async function runFunctions(options: RunOptions): Promise<LocalFunctions>
     await stop();
     throw error;
   }
-  if (options.watch) reloadOnChange();
+  if (options.watch) reloadOnChange().catch((error) => log(`Changes are not seen: ${error.message}`));
   return { sockets, pid: (name) => running.get(name)?.pid, stop };
 }

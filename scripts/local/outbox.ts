@@ -1,5 +1,5 @@
 /** A mail that the outbox took instead of Resend. */
-export interface Mail {
+interface Mail {
   id: string;
   from: string;
   to: string[];

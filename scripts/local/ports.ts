@@ -5,10 +5,10 @@ export interface Ports {
   mail: number;
 }
 
-export const defaultPorts: Ports = { api: 54321, database: 54322, mail: 54324 };
+const defaultPorts: Ports = { api: 54321, database: 54322, mail: 54324 };
 
 /** The variable that sets each port, for the messages that name it. */
-export const portVariables = { api: "LOCAL_API_PORT", database: "LOCAL_DB_PORT", mail: "LOCAL_MAIL_PORT" };
+const portVariables = { api: "LOCAL_API_PORT", database: "LOCAL_DB_PORT", mail: "LOCAL_MAIL_PORT" };
 
 /** The ports to use: LOCAL_API_PORT, LOCAL_DB_PORT and LOCAL_MAIL_PORT where they are set. Throws when one is no port. */
 export function readPorts(): Ports {

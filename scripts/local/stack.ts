@@ -133,19 +133,23 @@ export async function startStack(options: {
       });
     let database = await startDatabase();
     let stopping = false;
-    stops.push(async () => {
-      stopping = true;
-      await database.stop();
-    });
     const keepDatabase = async () => {
       while (true) {
         const { signal, code } = await database.exited;
         if (stopping) return;
         log(`Postgres ended (${signal ?? `exit code ${code}`}); starting it again`);
         database = await startDatabase();
+        if (stopping) return await database.stop();
       }
     };
-    keepDatabase().catch((error) => log(`Postgres cannot be started again: ${error.message}`));
+    const keeping = keepDatabase().catch((error) =>
+      log(`Postgres cannot be started again: ${error.message}`)
+    );
+    stops.push(async () => {
+      stopping = true;
+      await database.stop();
+      await keeping;
+    });
     const startingServices = startServices({
       projectDir,
       apiPort: ports.api,

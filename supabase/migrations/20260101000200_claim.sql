@@ -137,7 +137,8 @@ set jit = off
 as $$
 #variable_conflict use_column
 declare
-  start text;
+  start text; -- null when no more than 32 kinds wait
+  first_kind text;
   waiting text[];
   full_kinds text[] := '{}';
   ids uuid[] := '{}';
@@ -164,31 +165,43 @@ begin
 
   if claim_jobs.kinds is null then
     select t.kind into start from private.turn t;
-    waiting := private.waiting_kinds(coalesce(start, ''));
-    if cardinality(waiting) = 32 then
-      update private.turn t set kind = waiting[32]
-      where t.one = (select u.one from private.turn u for no key update skip locked);
-      insert into private.turn (kind) select waiting[32] where not exists (select from private.turn) on conflict do nothing;
-    end if;
-  else
-    waiting := array(select distinct k from unnest(claim_jobs.kinds) k where k is not null);
+    start := coalesce(start, '');
   end if;
-
-  -- Each kind in turn gets an equal part of what is left, in an order that changes; those that had more get the rest.
-  waiting := array(select k from unnest(waiting) k order by random());
-  for i in 1 .. cardinality(waiting) loop
-    share := ceil((claim_jobs.max_jobs - cardinality(ids))::numeric / (cardinality(waiting) - i + 1));
-    exit when share = 0;
-    picked := private.pick_jobs(waiting[i], share, '{}');
-    ids := ids || picked;
-    if cardinality(picked) = share then
-      full_kinds := full_kinds || waiting[i];
+  for round in 1 .. 100 loop
+    if claim_jobs.kinds is null then
+      waiting := private.waiting_kinds(start);
+      -- Once round, and nothing is due.
+      exit when first_kind = any (waiting) or cardinality(waiting) = 0;
+      first_kind := coalesce(first_kind, waiting[1]);
+      start := waiting[32];
+    else
+      waiting := array(select distinct k from unnest(claim_jobs.kinds) k where k is not null);
     end if;
+
+    -- Each kind in turn gets an equal part of what is left, in an order that changes; those that had more get the rest.
+    waiting := array(select k from unnest(waiting) k order by random());
+    for i in 1 .. cardinality(waiting) loop
+      share := ceil((claim_jobs.max_jobs - cardinality(ids))::numeric / (cardinality(waiting) - i + 1));
+      exit when share = 0;
+      picked := private.pick_jobs(waiting[i], share, '{}');
+      ids := ids || picked;
+      if cardinality(picked) = share then
+        full_kinds := full_kinds || waiting[i];
+      end if;
+    end loop;
+    for i in 1 .. cardinality(full_kinds) loop
+      exit when cardinality(ids) >= claim_jobs.max_jobs;
+      ids := ids || private.pick_jobs(full_kinds[i], claim_jobs.max_jobs - cardinality(ids), ids);
+    end loop;
+
+    -- Of more than 32 kinds these may all be waiting for later: then the next ones are looked at.
+    exit when cardinality(ids) > 0 or claim_jobs.kinds is not null or start is null;
   end loop;
-  for i in 1 .. cardinality(full_kinds) loop
-    exit when cardinality(ids) >= claim_jobs.max_jobs;
-    ids := ids || private.pick_jobs(full_kinds[i], claim_jobs.max_jobs - cardinality(ids), ids);
-  end loop;
+  if start is not null and cardinality(ids) > 0 then
+    update private.turn t set kind = start
+    where t.one = (select u.one from private.turn u for no key update skip locked);
+    insert into private.turn (kind) select start where not exists (select from private.turn) on conflict do nothing;
+  end if;
 
   if claim_jobs.awake_for > interval '0' and cardinality(ids) < claim_jobs.max_jobs then
     -- Renewed in its second half only: a poll that finds nothing seldom writes.

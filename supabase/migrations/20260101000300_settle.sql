@@ -1,6 +1,6 @@
 -- Settle: how a claim ends.
 --
--- Every function here names the lease token that the claim gave. A token that no longer holds changes nothing, and the
+-- Every function here but the rescue names the lease token that the claim gave. A token that no longer holds changes nothing, and the
 -- answer says so: the id is missing from it, or it is false or null. That makes a settle call safe to repeat when its
 -- answer was lost. Rows are found by id and token alone: a condition on the status would let the planner walk the dead
 -- part of a partial index (measured: 87 ms).
@@ -68,7 +68,7 @@ as $$
       finished_at = case when f.dead then clock_timestamp() end,
       updated_at = clock_timestamp()
     from (
-      select held.id, held.lease_token, held.attempts, held.locked_by,
+      select held.id, held.lease_token,
         coalesce(e ->> 'error', 'failed without a message') as error,
         coalesce((e ->> 'permanent')::boolean, false) or held.attempts >= coalesce(held.max_attempts, k.max_attempts, 5) as dead,
         case
@@ -83,7 +83,7 @@ as $$
         end as wait
       from jsonb_array_elements(failures) e
       cross join lateral (
-        select h.id, h.kind, h.lease_token, h.attempts, h.max_attempts, h.locked_by from public.jobs h
+        select h.id, h.kind, h.lease_token, h.attempts, h.max_attempts from public.jobs h
         where h.id = (e ->> 'id')::uuid and h.lease_token = (e ->> 'lease_token')::int and h.lease_expires_at is not null
       ) held
       left join public.job_kinds k on k.kind = held.kind

@@ -173,7 +173,8 @@ begin
   end loop;
 end $$;
 
--- The tick: rescues what expired, and pokes as many workers as the ready jobs call for: one per 100, at most 5 at work.
+-- The tick: rescues what expired, and pokes as many workers as the ready jobs call for: one per 100, at most 5 at work,
+-- and one more while a job has been ready for ten seconds.
 -- Raises 55000 while something is not set up, so that cron's history shows it. An error undoes a whole run: one that has
 -- rescued jobs keeps them and is silent, and the next, with nothing to rescue, says what is wrong.
 create function private.tick() returns void
@@ -184,6 +185,7 @@ set lock_timeout = '5s'
 as $$
 declare
   rescued int;
+  ready record;
   wanted int;
   at_work int;
 begin
@@ -192,13 +194,18 @@ begin
     perform private.worker_endpoint();
     delete from private.awake_workers w where w.awake_until < clock_timestamp() - interval '1 minute';
     delete from private.pokes p where p.poked_at < clock_timestamp() - interval '6 hours';
-    wanted := ceil((select r.total from private.ready_jobs(500) r) / 100.0);
+    select * into ready from private.ready_jobs(500);
+    wanted := ceil(ready.total / 100.0);
     if wanted > 0 then
       select count(*) into at_work from (
         select j.locked_by from public.jobs j where j.status = 'running'
         union
         select w.worker from private.awake_workers w where w.awake_until > clock_timestamp()
       ) w;
+      -- Who is at work may take none of these: it has died, is about to end or takes other kinds.
+      if ready.oldest < clock_timestamp() - interval '10 seconds' then
+        wanted := greatest(wanted, at_work + 1);
+      end if;
       -- A poke that is still queued is a worker to come: while pg_net sends nothing they must not pile up.
       at_work := at_work + private.count_queued_pokes();
       -- pg_net goes to sleep over a queue that it finds locked, and only this or another request wakes it. Not in the
@@ -329,7 +336,7 @@ begin
 
   item := 'worker'; ok := true; detail := 'not poked in the last 6 hours'; todo := null;
   if to_regclass('net._http_response') is not null then
-    select p.poked_at, r.id as answered, r.status_code, r.timed_out, r.error_msg, r.content,
+    select p.reason, p.poked_at, r.id as answered, r.status_code, r.timed_out, r.error_msg, r.content,
       exists (select from net.http_request_queue q where q.id = p.request_id) as queued
     into poke
     from private.pokes p
@@ -340,7 +347,7 @@ begin
     limit 1;
     if found then
       ok := coalesce(poke.status_code between 200 and 299, false);
-      detail := format('last poke, at %s: %s', date_trunc('second', poke.poked_at), case
+      detail := format('last poke (%s), at %s: %s', poke.reason, date_trunc('second', poke.poked_at), case
         when poke.queued then 'not sent yet'
         when poke.answered is null then 'no answer is kept'
         when poke.status_code is null then coalesce(poke.error_msg, 'timed out')

@@ -46,6 +46,7 @@ export const handlers: Handlers = {
     circular.self = circular;
     return circular;
   },
+  slow_schema: () => new Promise(() => {}),
   async careless() {
     Promise.reject(new Error("nobody waits for this promise"));
     setTimeout(() => {

@@ -21,6 +21,13 @@ export const kinds = {
   wait_for_signal: { schema: z.object({ file }) },
   /** Returns what JSON or Postgres cannot hold, or too much of it. */
   unstorable: { schema: z.object({ what: z.enum(["bigint", "circular", "nul", "surrogate", "large"]) }) },
+  /** Its schema takes half a second to look at a payload. */
+  slow_schema: {
+    schema: z.object({ n: z.number() }).refine(async () => {
+      await new Promise((resolve) => setTimeout(resolve, 500));
+      return true;
+    }),
+  },
   /** Fails where nobody waits: in a promise that is not awaited and in a timer. */
   careless: { schema: z.object({}) },
 } satisfies KindDeclarations;

@@ -258,3 +258,14 @@ Deno.test("a promise is written anew only in its second half, so that an idle po
   await poll();
   assert.ok(await until() > first);
 });
+
+Deno.test("a due job is found at once, however many kinds wait for later", async () => {
+  await db.sql`
+    insert into jobs (kind, available_at)
+    select 'kind_' || n, clock_timestamp() + interval '1 hour' from generate_series(1, 100) n`;
+  for (const kind of ["a_first", "kind_500", "z_last"]) {
+    const id = await enqueue(db.sql, kind);
+    assert.deepEqual((await claim(db.sql)).map((job) => job.id), [id]);
+  }
+  assert.deepEqual(await claim(db.sql), []);
+});

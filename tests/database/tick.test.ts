@@ -176,3 +176,17 @@ Deno.test("what a tick has rescued stays rescued though dispatch is not set up; 
     message: /project_url is not in Vault/,
   });
 });
+
+Deno.test("a job that nobody at work takes gets a worker of its own after ten seconds", async () => {
+  await using db = await createDatabase();
+  await setUpDispatch(db);
+  await db.sql`insert into jobs (kind) select 'test' from generate_series(1, 5)`;
+  await db.sql`select * from claim_jobs('died', 1)`;
+  await db.sql`delete from net.http_request_queue where true`;
+  await db.sql`select private.tick()`;
+  assert.equal(await queuedPokes(db.sql), 0, "the one at work is expected to take them");
+  await db.sql`update jobs set available_at = available_at - interval '11 seconds' where status = 'pending'`;
+  await db.sql`select private.tick()`;
+  await db.sql`select private.tick()`;
+  assert.equal(await queuedPokes(db.sql), 1);
+});

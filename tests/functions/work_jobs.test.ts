@@ -251,6 +251,14 @@ Deno.test("a result that JSON or Postgres cannot hold fails its attempt with an 
   }
 });
 
+Deno.test("the time of an attempt covers the look at its payload", async () => {
+  await stack.sql`insert into job_kinds (kind, timeout_ms) values ('slow_schema', 100)
+    on conflict (kind) do update set timeout_ms = 100`;
+  const id = await enqueueOne("slow_schema", { n: 1 });
+  assert.deepEqual(await run(), [{ id, kind: "slow_schema", status: "pending" }]);
+  assert.match((await job(id)).last_error ?? "", /^handler_timeout: /);
+});
+
 Deno.test("an error that nobody catches is logged, and ends neither the worker nor another's job", async () => {
   const pid = stack.services.functions.pid("job-worker");
   const ids = [...await enqueue("careless", {}), ...await enqueue("echo", { n: 1 })];

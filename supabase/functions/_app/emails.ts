@@ -13,7 +13,7 @@ const templates = {
   },
 };
 
-export type Template = keyof typeof templates;
+type Template = keyof typeof templates;
 
 /** A mail's subject, text and HTML. `{name}` and the like are filled from `data` and escaped in the HTML; `name` defaults to "there". */
 export function render(

@@ -39,9 +39,13 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
       failed: { error: `no_handler: ${job.kind} is declared, but _app/handlers.ts does not name it` },
     };
   }
+  const stopped = new Promise<never>((_, reject) => {
+    controller.signal.addEventListener("abort", () => reject(controller.signal.reason), { once: true });
+  });
+  stopped.catch(() => {}); // it may come when nobody waits for it any more
   const timer = setTimeout(() => stop(entry, "timeout"), job.timeoutMs);
   try {
-    const parsed = await kind.schema.safeParseAsync(job.payload);
+    const parsed = await Promise.race([kind.schema.safeParseAsync(job.payload), stopped]);
     if (!parsed.success) {
       return {
         failed: { error: `invalid_payload: ${describeIssue(parsed.error.issues[0])}`, permanent: true },
@@ -57,9 +61,6 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
       createdAt: new Date(job.createdAt),
       signal: controller.signal,
     };
-    const stopped = new Promise<never>((_, reject) => {
-      controller.signal.addEventListener("abort", () => reject(controller.signal.reason), { once: true });
-    });
     // The schema gave the payload its handler's type; the map over all kinds has lost which is which.
     const result = await Promise.race([(handler as Handler<unknown>)(parsed.data, described), stopped]);
     const unstorable = whyUnstorable(result);

@@ -7,7 +7,7 @@ let client: SupabaseClient | undefined;
  * The supabase-js client of the service role, made at the first call. Reads SUPABASE_URL and SUPABASE_SECRET_KEYS
  * (`{"default": "sb_secret_…"}`), or the older SUPABASE_SERVICE_ROLE_KEY. Throws JobError `not_configured`.
  */
-export function serviceClient(): SupabaseClient {
+function serviceClient(): SupabaseClient {
   return client ??= createClient(requiredEnv("SUPABASE_URL"), secretKey(), {
     auth: { persistSession: false, autoRefreshToken: false, detectSessionInUrl: false },
   });
@@ -19,7 +19,10 @@ export function serviceClient(): SupabaseClient {
  * or may not have taken effect.
  */
 export async function callDatabase(name: string, args: Record<string, unknown>): Promise<unknown> {
-  const { data, error } = await serviceClient().rpc(name, args).abortSignal(AbortSignal.timeout(10_000));
+  const { data, error, status } = await serviceClient().rpc(name, args).abortSignal(
+    AbortSignal.timeout(10_000),
+  );
+  if (status === 413) throw new JobError("too_large", `${name}: the body is too large for the API`);
   if (error?.code) {
     // Class 22 is about a value, and its details say what is wrong with it. Others may quote a whole row.
     const why = error.code.startsWith("22") && error.details ? `: ${error.details}` : "";

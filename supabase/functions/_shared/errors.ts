@@ -1,6 +1,7 @@
 /**
- * What the functions of this template throw. `code` is the SQLSTATE of a database error (listed in the first migration),
- * `unknown_kind`, `invalid_payload`, `not_configured`, or `unreachable` when the database's API gave no usable answer.
+ * What the functions of this template throw. `code` is the SQLSTATE of a database error (listed in the first migration), a
+ * PGRST code of the database's API, `unreachable` when that gave no usable answer, `too_large` when it refused the size,
+ * `unknown_kind`, `invalid_payload` or `not_configured`.
  */
 export class JobError extends Error {
   override name = "JobError";

@@ -35,7 +35,7 @@ export function createSettler(held: Set<Held>, results: Settled[]) {
   return {
     settle(entry: Held, outcome: Outcome): void {
       waiting.push({ entry, outcome });
-      flushing ??= flush().finally(() => flushing = undefined);
+      flushing ??= flush();
     },
     async idle(): Promise<void> {
       while (flushing || settling.size > 0) await Promise.all([flushing, ...settling]);
@@ -62,6 +62,8 @@ export function createSettler(held: Set<Held>, results: Settled[]) {
       calls.finally(() => settling.delete(calls));
       await Promise.race([calls, sleep(PATIENCE_MS)]);
     }
+    // Together with the look above: whatever ends later starts a new flush.
+    flushing = undefined;
   }
 
   function complete(batch: Completion[]): Promise<void> {
@@ -124,6 +126,10 @@ export function createSettler(held: Set<Held>, results: Settled[]) {
           return;
         }
         if (isAboutWhatWasSent(error) || batch.every(({ entry }) => performance.now() >= entry.leaseEndsAt)) {
+          log("error", "settle_given_up", {
+            ids: batch.map(({ entry }) => entry.job.id),
+            error: errorText(error),
+          });
           for (const one of batch) await giveUp(one, error);
           return;
         }
@@ -160,7 +166,7 @@ export function halves<T>(list: T[]): [T[], T[]] {
 
 /** An error of class 22, 23 or 54, or a body that is too large for the API: it would come again. */
 function isAboutWhatWasSent(error: unknown): boolean {
-  return error instanceof JobError && /^(22|23|54|LOCAL413)/.test(error.code);
+  return error instanceof JobError && /^(22|23|54|too_large)/.test(error.code);
 }
 
 const leaseOf = ({ id, leaseToken }: ClaimedJob) => ({ id, leaseToken });

@@ -25,6 +25,8 @@ export interface WorkOptions {
   maxJobs?: number;
   /** When it aborts, nothing more is claimed, and what does not end within two seconds is given back uncounted. */
   signal?: AbortSignal;
+  /** Called when it takes no more although jobs are left, before those at hand have ended. */
+  onBacklog?: () => void;
   /** Goes on looking for two seconds after the last job; else it ends as soon as nothing is ready. */
   linger?: boolean;
 }
@@ -97,6 +99,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
 
     const backlog = await claimUntilIdle();
     accepting = false;
+    if (backlog) options.onBacklog?.();
     await finish();
     await settler.idle();
     return { results, backlog };

@@ -39,20 +39,29 @@ Deno.serve(async (request) => {
   return Response.json({ accepted: true }, { status: 202 });
 });
 
-/** Works until nothing is ready. With backlog left when this isolate has done its share, a successor is woken. */
+/** Works until nothing is ready. With backlog left when this worker has done its share, a successor is woken. */
 async function workOn(options: { kinds?: string[]; maxJobs?: number }): Promise<void> {
+  const onBacklog = () => EdgeRuntime.waitUntil(wakeSuccessor(options.kinds));
   try {
-    const report = await wakeJobWorker({ ...options, signal: shutdown });
-    if (!report?.backlog || options.maxJobs) return;
+    await wakeJobWorker({ ...options, signal: shutdown, onBacklog: options.maxJobs ? undefined : onBacklog });
+  } catch (error) {
+    log("error", "worker_failed", { error: errorText(error) });
+  }
+}
+
+/** Pokes job-worker as the database does. When that fails the tick wakes the next one. */
+async function wakeSuccessor(kinds?: string[]): Promise<void> {
+  try {
+    const [secret = ""] = requiredEnv("CRON_SECRET").split(",", 1);
     const response = await fetch(`${requiredEnv("SUPABASE_URL")}/functions/v1/job-worker`, {
       method: "POST",
-      headers: { Authorization: `Bearer ${requiredEnv("CRON_SECRET").split(",", 1)[0]}` },
-      body: JSON.stringify({ kinds: options.kinds }),
+      headers: { Authorization: `Bearer ${secret.trim()}` },
+      body: JSON.stringify({ kinds }),
       signal: AbortSignal.timeout(5_000),
     });
     await response.body?.cancel();
+    if (!response.ok) throw new Error(`the poke was answered ${response.status}`);
   } catch (error) {
-    // The tick wakes the next one.
-    log("error", "worker_failed", { error: errorText(error) });
+    log("error", "successor_not_woken", { error: errorText(error) });
   }
 }
