@@ -55,7 +55,7 @@ function table(columns: string[], rows: Record<string, unknown>[]): string {
       ? value.toISOString()
       : typeof value === "object"
       ? JSON.stringify(value)
-      : String(value);
+      : String(value).replaceAll("\n", "\\n");
   const cells = [
     columns,
     ...rows.map((row) => columns.map((column) => show(row[column]))),

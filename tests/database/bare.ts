@@ -2,7 +2,7 @@ import postgres from "postgres";
 import { pushMigrations } from "../../scripts/local/migrations.ts";
 import { freePort } from "../../scripts/local/ports.ts";
 import { startPostgres } from "../../scripts/local/postgres.ts";
-import { projectDir } from "../support.ts";
+import { makeApp, projectDir } from "../support.ts";
 
 /** Databases before their first migration, for tests of what the migrations find and leave. */
 
@@ -23,6 +23,7 @@ export interface BareServer extends AsyncDisposable {
 /** A Postgres of its own, since no database can be copied from one that other tests are connected to. */
 export async function startBareServer(): Promise<BareServer> {
   const server = await startPostgres({ projectDir, port: freePort(), temporary: true });
+  const app = await makeApp();
   const clients: postgres.Sql[] = [];
   const connect = (user: string, database: string, max = 5) => {
     const client = postgres(server.url(user, database), { max, onnotice: () => {} });
@@ -44,12 +45,13 @@ export async function startBareServer(): Promise<BareServer> {
           await client`set role ${client(role)}`;
           return client;
         },
-        push: (env = {}) => pushMigrations(projectDir, url, { PROJECT_URL: "", CRON_SECRET: "", ...env }),
+        push: (env = {}) => pushMigrations(app, url, { PROJECT_URL: "", CRON_SECRET: "", ...env }),
       };
     },
     async [Symbol.asyncDispose]() {
       await Promise.all(clients.map((client) => client.end({ timeout: 1 })));
       await server.stop();
+      await Deno.remove(app, { recursive: true });
     },
   };
 }

@@ -81,7 +81,11 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   pools.add(pool);
   signal?.addEventListener("abort", bell.ring);
   const settler = createSettler(held, results);
-  const heartbeat = setInterval(() => extendLeases(held), HEARTBEAT_MS);
+  // One at a time: while somebody keeps a row locked, a heartbeat takes its time.
+  let beating: Promise<void> | undefined;
+  const heartbeat = setInterval(() => {
+    beating ??= extendLeases(held).finally(() => beating = undefined);
+  }, HEARTBEAT_MS);
   try {
     const declared = declareJobKinds(app.kinds).then((fresh) => timeouts = fresh);
     if (timeouts) {
