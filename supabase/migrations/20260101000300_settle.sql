@@ -6,7 +6,7 @@
 -- part of a partial index (measured: 87 ms).
 --
 -- Rows are locked in the order of their ids, so that two calls over the same jobs cannot deadlock. A row that somebody else
--- keeps locked is waited for two seconds (55P03): the caller then settles the others without it.
+-- keeps locked is waited for one second (55P03): the caller then settles the others without it.
 
 -- Completes the jobs in [{"id", "lease_token", "result"}] and returns the ids that were still held.
 create function public.complete_jobs(completions jsonb) returns setof uuid
@@ -16,7 +16,7 @@ set enable_hashjoin = off
 set enable_mergejoin = off
 set enable_seqscan = off
 set jit = off
-set lock_timeout = '2s'
+set lock_timeout = '1s'
 as $$
   update public.jobs j
   set status = 'succeeded',
@@ -56,7 +56,7 @@ set enable_hashjoin = off
 set enable_mergejoin = off
 set enable_seqscan = off
 set jit = off
-set lock_timeout = '2s'
+set lock_timeout = '1s'
 as $$
   with failed as (
     update public.jobs j
@@ -126,7 +126,7 @@ set enable_hashjoin = off
 set enable_mergejoin = off
 set enable_seqscan = off
 set jit = off
-set lock_timeout = '2s'
+set lock_timeout = '1s'
 as $$
   update public.jobs j
   set status = 'pending',
@@ -156,7 +156,7 @@ set enable_hashjoin = off
 set enable_mergejoin = off
 set enable_seqscan = off
 set jit = off
-set lock_timeout = '2s'
+set lock_timeout = '1s'
 as $$
   update public.jobs j
   set lease_expires_at = clock_timestamp() + make_interval(secs => greatest(1, least(extend_jobs.lease_seconds, 86400)))

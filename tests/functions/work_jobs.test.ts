@@ -336,6 +336,7 @@ Deno.test("a job whose row somebody keeps locked holds up neither the settling n
   assert(locked);
   const running = run();
   await untilLines(file, 4);
+  await sql`select disable_dispatch()`; // a tick would find this test's leases of three seconds run out
   const lock = stack.db.connect("postgres", { max: 1 });
   await lock`begin`;
   await lock`select from jobs where id = ${locked} for update`;
@@ -351,6 +352,7 @@ Deno.test("a job whose row somebody keeps locked holds up neither the settling n
   await run();
   assert.equal((await job(locked)).status, "succeeded");
   assert((await jobs(others)).every(({ attempts }) => attempts === 1));
+  await sql`select enable_dispatch()`;
 });
 
 Deno.test("a settling that finds the API gone is repeated until it is back", async () => {
