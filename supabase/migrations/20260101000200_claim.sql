@@ -139,6 +139,7 @@ as $$
 declare
   start text; -- null when no more than 32 kinds wait
   first_kind text;
+  once_round boolean;
   waiting text[];
   full_kinds text[] := '{}';
   ids uuid[] := '{}';
@@ -170,8 +171,7 @@ begin
   for round in 1 .. 100 loop
     if claim_jobs.kinds is null then
       waiting := private.waiting_kinds(start);
-      -- Once round, and nothing is due.
-      exit when first_kind = any (waiting) or cardinality(waiting) = 0;
+      once_round := first_kind = any (waiting);
       first_kind := coalesce(first_kind, waiting[1]);
       start := waiting[32];
     else
@@ -195,7 +195,7 @@ begin
     end loop;
 
     -- Of more than 32 kinds these may all be waiting for later: then the next ones are looked at.
-    exit when cardinality(ids) > 0 or claim_jobs.kinds is not null or start is null;
+    exit when cardinality(ids) > 0 or claim_jobs.kinds is not null or start is null or once_round;
   end loop;
   if start is not null and cardinality(ids) > 0 then
     update private.turn t set kind = start

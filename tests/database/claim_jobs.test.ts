@@ -269,3 +269,17 @@ Deno.test("a due job is found at once, however many kinds wait for later", async
   }
   assert.deepEqual(await claim(db.sql), []);
 });
+
+Deno.test("a due job is found wherever a round of the kinds begins and ends", async () => {
+  await db.sql`
+    insert into jobs (kind, available_at)
+    select 'kind_' || lpad(n::text, 2, '0'), clock_timestamp() + interval '1 hour' from generate_series(1, 40) n`;
+  for (const start of ["", "kind_05", "kind_39"]) {
+    for (const kind of ["kind_01", "kind_06", "kind_33", "kind_38", "kind_40"]) {
+      await db.sql`delete from private.turn where true`;
+      await db.sql`insert into private.turn (kind) values (${start})`;
+      const id = await enqueue(db.sql, kind);
+      assert.deepEqual((await claim(db.sql)).map((job) => job.id), [id], `${kind} from ${start}`);
+    }
+  }
+});

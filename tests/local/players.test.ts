@@ -4,24 +4,9 @@ import postgres from "postgres";
 import { startPostgres } from "../../scripts/local/postgres.ts";
 import { isDue, playCron } from "../../scripts/local/cron.ts";
 import { playNet } from "../../scripts/local/net.ts";
+import { freePort } from "../../scripts/local/ports.ts";
 
 const projectDir = join(import.meta.dirname ?? ".", "../..");
-
-/** A port outside the range that outgoing connections take theirs from, so that none takes it meanwhile. */
-function freePort(): number {
-  for (;;) {
-    try {
-      const listener = Deno.listen({
-        hostname: "127.0.0.1",
-        port: 10_000 + Math.floor(Math.random() * 20_000),
-      });
-      listener.close();
-      return listener.addr.port;
-    } catch (error) {
-      if (!(error instanceof Deno.errors.AddrInUse)) throw error;
-    }
-  }
-}
 
 /** Asks until the answer is there; a promise that takes longer than `patienceMs` is broken. */
 async function eventually<T>(ask: () => Promise<T | undefined>, patienceMs = 5000): Promise<T> {

@@ -3,25 +3,10 @@ import { dirname, join } from "node:path";
 import postgres from "postgres";
 import { dataHome } from "../../scripts/local/binaries.ts";
 import { type LocalPostgres, startPostgres } from "../../scripts/local/postgres.ts";
+import { freePort } from "../../scripts/local/ports.ts";
 
 const projectDir = join(import.meta.dirname ?? ".", "../..");
 const module = new URL("../../scripts/local/postgres.ts", import.meta.url).href;
-
-/** A port outside the range that outgoing connections take theirs from, so that none takes it meanwhile. */
-function freePort(): number {
-  for (;;) {
-    try {
-      const listener = Deno.listen({
-        hostname: "127.0.0.1",
-        port: 10_000 + Math.floor(Math.random() * 20_000),
-      });
-      listener.close();
-      return listener.addr.port;
-    } catch (error) {
-      if (!(error instanceof Deno.errors.AddrInUse)) throw error;
-    }
-  }
-}
 
 async function query(url: string, text: string): Promise<postgres.Row[]> {
   const sql = postgres(url, { max: 1, fetch_types: false, onnotice: () => {} });
