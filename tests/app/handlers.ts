@@ -1,4 +1,5 @@
 import { type Handlers, PermanentError, RetryAfterError } from "../_shared/jobs.ts";
+import { dieOnce } from "./die_once.ts";
 
 /** At once, so that the lines stand in the order in which the handlers were entered. */
 const append = (file: string, line: string) => Deno.writeTextFileSync(file, `${line}\n`, { append: true });
@@ -53,5 +54,21 @@ export const handlers: Handlers = {
       throw new Error("nobody waits for this timer");
     });
     await new Promise((resolve) => setTimeout(resolve, 50));
+  },
+  die_once({ file, when }, job) {
+    if (when === "inside") dieOnce(file);
+    return when === "returned"
+      ? {
+        toJSON() {
+          dieOnce(file);
+          return job.attempts;
+        },
+      }
+      : job.attempts;
+  },
+  unload: ({ reason }) => void dispatchEvent(new CustomEvent("beforeunload", { detail: { reason } })),
+  pause: ({ ms }) => pause(ms),
+  fail_first({ times }, job) {
+    if (job.attempts <= times) throw new RetryAfterError(0.5, `attempt ${job.attempts} fails`);
   },
 };

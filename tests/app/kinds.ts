@@ -1,5 +1,6 @@
 import { z } from "zod";
 import type { KindDeclarations } from "../_shared/kinds.ts";
+import { dieOnce } from "./die_once.ts";
 
 const file = z.string();
 
@@ -30,4 +31,20 @@ export const kinds = {
   },
   /** Fails where nobody waits: in a promise that is not awaited and in a timer. */
   careless: { schema: z.object({}) },
+  /** Kills the worker's process the first time, at the moment it is told to, and leaves the file `<file>.died`. */
+  die_once: {
+    schema: z.object({ file, when: z.enum(["before", "inside", "returned"]) }).refine(
+      async (payload) => {
+        await Promise.resolve();
+        if (payload.when === "before") dieOnce(payload.file);
+        return true;
+      },
+    ),
+  },
+  /** Tells its isolate what the runtime tells one that is about to end. */
+  unload: { schema: z.object({ reason: z.string() }) },
+  /** Takes its time. */
+  pause: { schema: z.object({ ms: z.number() }) },
+  /** Fails its first attempts, each to be repeated after half a second. */
+  fail_first: { schema: z.object({ times: z.number() }) },
 } satisfies KindDeclarations;

@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { join } from "node:path";
-import { startTestStack, type TestStack, until } from "../support.ts";
+import { shortLease, startTestStack, type TestStack, until } from "../support.ts";
 
 /** What the worker does with jobs, through the function: each test enqueues its own and runs them. */
 
@@ -10,21 +10,7 @@ let files = 0;
 Deno.test.beforeAll(async () => {
   stack = await startTestStack({
     dispatch: false,
-    // The same engine with a shorter lease and a quicker heartbeat: nobody has to wait a minute for their ends.
-    async prepare(appDir) {
-      const path = join(appDir, "supabase/functions/_shared/worker.ts");
-      let text = await Deno.readTextFile(path);
-      for (
-        const [from, to] of [["LEASE_SECONDS = 60", "LEASE_SECONDS = 3"], [
-          "HEARTBEAT_MS = 20_000",
-          "HEARTBEAT_MS = 200",
-        ]]
-      ) {
-        assert(text.includes(`const ${from};`), from);
-        text = text.replace(`const ${from};`, `const ${to};`);
-      }
-      await Deno.writeTextFile(path, text);
-    },
+    prepare: shortLease(3, 200),
   });
   // The kind declares a minute; what an operator set goes before it.
   await stack.sql`insert into job_kinds (kind, timeout_ms) values ('hang', 300)`;

@@ -1,0 +1,151 @@
+import assert from "node:assert/strict";
+import { join } from "node:path";
+import { shortLease, startTestStack, type TestStack, until } from "../support.ts";
+
+/**
+ * What a worker does when the runtime announces the end of its isolate with `beforeunload`. The local runtime does so at
+ * SIGTERM, with the reason "termination"; for the other reasons a handler tells its isolate what the runtime would.
+ */
+
+let stack: TestStack;
+let files = 0;
+
+Deno.test.beforeAll(async () => {
+  stack = await startTestStack({ prepare: shortLease(3, 200) });
+  // Long enough for no tick to help: what starts is started by an enqueue's own poke.
+  await stack.sql`select cron.schedule('nightshift_tick', '59 seconds', 'select private.tick()')`;
+});
+Deno.test.afterAll(async () => await stack[Symbol.asyncDispose]());
+
+async function enqueue(kind: string, payload: Record<string, string>, count = 1): Promise<string[]> {
+  const rows = await stack.sql`
+    insert into jobs (kind, payload) select ${kind}, ${stack.sql.json(payload)}
+    from generate_series(1, ${count}) returning id`;
+  return rows.map(({ id }) => id);
+}
+
+/** A file for handlers to write to, removed with the stack. */
+const newFile = () => join(stack.appDir, `lines-${++files}`);
+
+async function linesOf(file: string): Promise<string[]> {
+  const text = await Deno.readTextFile(file).catch(() => "");
+  return text.split("\n").slice(0, -1);
+}
+
+const untilLines = (file: string, count: number) =>
+  until(`${count} lines in ${file}`, async () => (await linesOf(file)).length >= count);
+
+async function states(ids: string[]): Promise<string[]> {
+  const rows = await stack.sql`select status, attempts from jobs where id = any(${ids}) order by id`;
+  return rows.map(({ status, attempts }) => `${status} ${attempts}`);
+}
+
+const untilAll = (ids: string[], state: string) =>
+  until(`${ids.length} jobs to be ${state}`, async () => (await states(ids)).every((one) => one === state));
+
+function workerPid(): number {
+  const pid = stack.services.functions.pid("job-worker");
+  assert(pid, "job-worker runs");
+  return pid;
+}
+
+const untilAnotherWorker = (pid: number) =>
+  until("another worker", () => ![undefined, pid].includes(stack.services.functions.pid("job-worker")));
+
+async function poke(): Promise<void> {
+  const response = await stack.call("job-worker");
+  assert.equal(response.status, 202);
+  await response.body?.cancel();
+}
+
+async function isPromised(): Promise<boolean> {
+  const rows = await stack.sql`select from private.awake_workers where awake_until > clock_timestamp()`;
+  return rows.length > 0;
+}
+
+/** Has a worker at hand: one job that ends when its gate opens, and three that end only when they are told to stop. */
+async function startJobs() {
+  const [quick, slow] = [newFile(), newFile()];
+  const ends = await enqueue("wait_for_gate", { file: quick });
+  const rest = await enqueue("wait_for_signal", { file: slow }, 3);
+  await untilLines(quick, 1);
+  await untilLines(slow, 3);
+  await until("the worker to promise that it will look for more", async () => {
+    await poke();
+    return await isPromised();
+  });
+  return { ends, rest, slow, openGate: () => Deno.writeTextFile(`${quick}.gate`, "") };
+}
+
+async function announce(reason: string): Promise<void> {
+  if (reason === "termination") Deno.kill(workerPid(), "SIGTERM");
+  else await untilAll(await enqueue("unload", { reason }), "succeeded 1"); // or another isolate would be told, later
+  await until("the promise to be taken back", async () => !await isPromised());
+}
+
+for (const reason of ["cpu", "memory", "wall_clock", "early_drop", "termination"]) {
+  Deno.test(`at a shutdown for ${reason} a worker takes no more, completes what ends in time and gives the rest back uncounted; the next enqueue finds another`, async () => {
+    const { sql } = stack;
+    const pid = workerPid();
+    const { ends, rest, slow, openGate } = await startJobs();
+    await announce(reason);
+    const [late] = await enqueue("echo", {});
+    assert(late);
+    await openGate();
+    await untilAll(ends, "succeeded 1");
+
+    await untilAll(rest, "pending 0");
+    const [given] = await sql`
+      select bool_and(available_at <= clock_timestamp()) as due,
+        (select count(*)::int from job_failures f where f.job_id = any(${rest})) as failures
+      from jobs where id = any(${rest})`;
+    assert.deepEqual({ ...given }, { due: true, failures: 0 });
+    assert.deepEqual((await linesOf(slow)).slice(3).toSorted(), rest.map((id) => `${id} aborted`).toSorted());
+    await sql`delete from jobs where id = any(${rest})`;
+    assert.deepEqual(await states([late]), ["pending 0"]);
+
+    // The runtime ends the isolate, and so does the local one after its SIGTERM.
+    if (reason !== "termination") Deno.kill(pid, "SIGKILL");
+    await untilAnotherWorker(pid);
+    const [next] = await enqueue("echo", {});
+    assert(next);
+    await untilAll([late, next], "succeeded 1");
+  });
+}
+
+Deno.test("a worker that is killed before it has given its jobs back leaves them to their leases", async () => {
+  const { sql } = stack;
+  const { ends, rest, openGate } = await startJobs();
+  await announce("wall_clock");
+  const pid = workerPid();
+  Deno.kill(pid, "SIGKILL");
+  await untilAnotherWorker(pid);
+  assert.deepEqual(await states([...ends, ...rest]), Array(4).fill("running 1"));
+  await sql`delete from jobs where id = any(${rest})`;
+  await openGate();
+  await sql`update jobs set lease_expires_at = clock_timestamp() where id = any(${ends})`;
+  await (await stack.call("drain")).body?.cancel();
+  assert.deepEqual(await states(ends), ["succeeded 2"]);
+  const failures = await sql`select error from job_failures where job_id = any(${ends})`;
+  assert.match(failures[0]?.error, /^lease expired: worker edge-/);
+});
+
+Deno.test("an isolate that lives on after its shutdown answers, and takes nothing: another one does", async () => {
+  const { rest, openGate } = await startJobs();
+  await openGate();
+  await announce("wall_clock");
+  await untilAll(rest, "pending 0");
+  await stack.sql`delete from jobs where id = any(${rest})`;
+  const pid = workerPid();
+  const ids = await enqueue("echo", {}, 3);
+  await poke();
+  const response = await stack.call("job-worker", { wait: true });
+  assert.deepEqual(await response.json(), { processed: 0, results: [] });
+  assert.deepEqual(await states(ids), Array(3).fill("pending 0"));
+  assert.equal(await isPromised(), false);
+  assert.equal(workerPid(), pid);
+
+  const drained = await stack.call("drain");
+  assert.deepEqual((await drained.json()).queues, { echo: { succeeded: 3, failed: 0, dead: 0 } });
+  Deno.kill(pid, "SIGKILL");
+});
