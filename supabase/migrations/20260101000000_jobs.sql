@@ -88,6 +88,9 @@ create index jobs_ready on public.jobs (kind, priority desc, available_at, id) w
 -- Which leases have run out.
 create index jobs_leases on public.jobs (lease_expires_at) where status = 'running';
 
+-- What died because its worker did not know the kind: see declare_job_kinds.
+create index jobs_unknown_kinds on public.jobs (kind, finished_at) where status = 'dead' and last_error like 'unknown_kind:%';
+
 create table public.job_failures (
   job_id uuid not null references public.jobs on delete cascade,
   kind text not null,
@@ -128,10 +131,15 @@ grant select, insert, update, delete on public.jobs, public.job_failures, public
 -- Writes what the code declares about its kinds and gives back what holds for each: the operator's value where there is
 -- one, else the declared one, else the default. Called by a worker when it starts, with
 -- [{"kind": "send_email", "max_attempts": 8, "timeout_ms": 10000, "backoff_base": "30 s", …}].
+--
+-- While a deploy rolls out, a worker of the old code buries jobs of a kind that only the new code knows. Those of the last
+-- day go back, uncounted and in their old order, when a worker that knows the kind declares it: 1000 at a time.
 create function public.declare_job_kinds(declarations jsonb)
 returns table (kind text, max_attempts int, timeout_ms int)
 language plpgsql
 set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set jit = off
 as $$
 #variable_conflict use_column
 begin
@@ -158,6 +166,18 @@ begin
         ), '{}')
       ) m
     );
+
+  update public.jobs j
+  set status = 'pending', attempts = greatest(j.attempts - 1, 0), finished_at = null, updated_at = clock_timestamp()
+  where j.id = any (array(
+    select d.id from jsonb_array_elements(declarations) e
+    join public.jobs d on d.kind = e ->> 'kind'
+    where d.status = 'dead' and d.last_error like 'unknown_kind:%' and d.last_error = 'unknown_kind: ' || d.kind
+      and d.finished_at > (select clock_timestamp()) - interval '1 day'
+    order by d.id
+    limit 1000
+    for no key update of d skip locked
+  ));
 
   return query
   select k.kind, coalesce(k.max_attempts, 5), coalesce(k.timeout_ms, 45000)

@@ -112,20 +112,23 @@ alter table private.awake_workers enable row level security;
 revoke all on private.awake_workers from public, anon, authenticated;
 grant select, insert, update, delete on private.awake_workers to service_role;
 
--- Claims up to `max_jobs` due jobs for `lease_seconds`, of any kind or of `kinds`, and counts an attempt for each. They
--- come in the order in which they are to start, each with how long the attempt may run. `worker` is a name for locked_by.
+-- Claims up to `max_jobs` due jobs for `lease_seconds`, of any kind but `except_kinds`, or of `kinds` alone, and counts an
+-- attempt for each. They come in the order in which they are to start, each with how long the attempt may run. `worker` is a name for locked_by.
 -- A worker that dispatch has started gives `awake_for` (an interval): it gets nothing while dispatch is off, and promises to
 -- claim again within that time, which spares the project a poke per enqueue. A claim that fills up, or one for no time,
 -- takes the promise back, since such a worker takes no more work for now. At most 1000 jobs, the most rows that REST gives back. Raises 22023 naming the argument that is not usable.
+-- `alone`: a worker was lost with this job, and not for the first time or with one attempt left. It may be what ends
+-- workers, so it must run with nothing beside it, or it takes the attempts of other jobs with it.
 create function public.claim_jobs(
   worker text,
   max_jobs int default 10,
   lease_seconds int default 60,
   kinds text[] default null,
-  awake_for interval default null
+  awake_for interval default null,
+  except_kinds text[] default null
 ) returns table (
   id uuid, kind text, payload jsonb, attempts int, max_attempts int, lease_token int, context jsonb,
-  created_at timestamptz, lease_expires_at timestamptz, timeout_ms int
+  created_at timestamptz, lease_expires_at timestamptz, timeout_ms int, alone boolean
 )
 language plpgsql
 set search_path = pg_catalog, pg_temp
@@ -179,7 +182,9 @@ begin
     end if;
 
     -- Each kind in turn gets an equal part of what is left, in an order that changes; those that had more get the rest.
-    waiting := array(select k from unnest(waiting) k order by random());
+    waiting := array(
+      select k from unnest(waiting) k where k <> all (coalesce(claim_jobs.except_kinds, '{}')) order by random()
+    );
     for i in 1 .. cardinality(waiting) loop
       share := ceil((claim_jobs.max_jobs - cardinality(ids))::numeric / (cardinality(waiting) - i + 1));
       exit when share = 0;
@@ -231,7 +236,8 @@ begin
     returning j.*
   )
   select c.id, c.kind, c.payload, c.attempts, coalesce(c.max_attempts, k.max_attempts, 5), c.lease_token, c.context,
-    c.created_at, c.lease_expires_at, coalesce(k.timeout_ms, 45000)
+    c.created_at, c.lease_expires_at, coalesce(k.timeout_ms, 45000),
+    c.attempts >= least(coalesce(c.max_attempts, k.max_attempts, 5), 3) and coalesce(c.last_error like 'lease expired:%', false)
   from claimed c
   left join public.job_kinds k on k.kind = c.kind
   order by c.priority desc, c.available_at, c.id;

@@ -8,7 +8,8 @@
 -- Rows are locked in the order of their ids, so that two calls over the same jobs cannot deadlock. A row that somebody else
 -- keeps locked is waited for one second (55P03): the caller then settles the others without it.
 
--- Completes the jobs in [{"id", "lease_token", "result"}] and returns the ids that were still held.
+-- Completes the jobs in [{"id", "lease_token", "result"}] and returns the ids that were still held. A result of more than
+-- 4 MB is cut: {"cut": its first 10,000 characters, "characters": how many it had}.
 create function public.complete_jobs(completions jsonb) returns setof uuid
 language sql
 set search_path = pg_catalog, pg_temp
@@ -22,7 +23,10 @@ as $$
   set status = 'succeeded',
     lease_token = j.lease_token + 1,
     lease_expires_at = null,
-    result = c.result,
+    result = case
+      when pg_column_size(c.result) <= 4000000 then c.result
+      else jsonb_build_object('cut', left(c.result::text, 10000), 'characters', length(c.result::text))
+    end,
     finished_at = clock_timestamp(),
     updated_at = clock_timestamp()
   from (
@@ -48,7 +52,8 @@ $$;
 
 -- Ends an attempt as failed for each of [{"id", "lease_token", "error", "retry_in", "permanent"}]. The job waits for its
 -- retry, or is dead when this was its last attempt or `permanent` is true. `retry_in` (an interval, or seconds) overrides
--- the kind's backoff; at most 30 days. Returns what became of those that were still held; available_at is null for dead.
+-- the kind's backoff; at most 30 days. An error of more than 10,000 characters is cut, and says so. Returns what became of
+-- those that were still held; available_at is null for dead.
 create function public.fail_jobs(failures jsonb) returns table (id uuid, status text, available_at timestamptz)
 language sql
 set search_path = pg_catalog, pg_temp
@@ -69,7 +74,12 @@ as $$
       updated_at = clock_timestamp()
     from (
       select held.id, held.lease_token,
-        coalesce(e ->> 'error', 'failed without a message') as error,
+        case
+          -- The workers of this template cut it themselves, and add how long it was.
+          when length(e ->> 'error') > 10100
+          then format('%s… (cut, %s characters in all)', left(e ->> 'error', 10000), length(e ->> 'error'))
+          else coalesce(e ->> 'error', 'failed without a message')
+        end as error,
         coalesce((e ->> 'permanent')::boolean, false) or held.attempts >= coalesce(held.max_attempts, k.max_attempts, 5) as dead,
         case
           when e ->> 'retry_in' is not null

@@ -9,6 +9,63 @@ const untilAborted = (signal: AbortSignal) =>
 
 const pause = (ms: number) => new Promise((resolve) => setTimeout(resolve, ms));
 
+function circular(): Record<string, unknown> {
+  const value: Record<string, unknown> = {};
+  value.self = value;
+  return value;
+}
+
+function deep(levels: number): unknown {
+  let value: unknown = 1;
+  for (let level = 0; level < levels; level++) value = [value];
+  return value;
+}
+
+/** Each is made anew for its job. */
+const poisonousResults: Record<string, () => unknown> = {
+  nul: () => ({ "key\u0000": "a\u0000b", kept: "\\u0000 in text" }),
+  surrogates: () => ["half \ud83d", "\udc00", "whole 😀"],
+  nothing: () => undefined,
+  function: () => () => {},
+  megabyte: () => "é".repeat(999_000),
+  "20 megabytes": () => "x".repeat(20_000_000),
+  "nested 3,000 deep": () => deep(3_000),
+  "nested 200,000 deep": () => deep(200_000),
+  bigint: () => ({ n: 1n }),
+  circular,
+  "json once": () => {
+    let calls = 0;
+    return {
+      toJSON() {
+        if (++calls > 1) throw new Error("JSON was asked for twice");
+        return "once";
+      },
+    };
+  },
+  unreadable: () => ({
+    get x() {
+      throw new Error("no entry");
+    },
+  }),
+};
+
+const poisonousErrors: Record<string, () => unknown> = {
+  text: () => "just text",
+  null: () => null,
+  undefined: () => undefined,
+  bigint: () => 1n,
+  circular,
+  nul: () => new Error("a\u0000b"),
+  surrogate: () => new Error("half \ud83d"),
+  megabyte: () => new Error("x".repeat(1_000_000)),
+  unreadable: () =>
+    Object.defineProperty(new Error(), "message", {
+      get() {
+        throw new Error("no entry");
+      },
+    }),
+};
+
 export const handlers: Handlers = {
   echo: (payload) => payload,
   describe: ({ amount }, { signal, ...job }) => ({ ...job, amount, aborted: signal.aborted }),
@@ -38,15 +95,15 @@ export const handlers: Handlers = {
     append(file, `${job.id} aborted`);
     return "too late";
   },
-  unstorable({ what }) {
-    if (what === "bigint") return 1n;
-    if (what === "nul") return "a\u0000b";
-    if (what === "surrogate") return "a\ud800b";
-    if (what === "large") return "x".repeat(20_000_000);
-    const circular: Record<string, unknown> = {};
-    circular.self = circular;
-    return circular;
+  poisonous_result: ({ what }) => poisonousResults[what]?.(),
+  poisonous_error({ what }) {
+    throw poisonousErrors[what]?.();
   },
+  block({ ms }) {
+    Atomics.wait(new Int32Array(new SharedArrayBuffer(4)), 0, 0, ms);
+  },
+  ask: async ({ url }, job) => await (await fetch(url, { signal: job.signal })).text(),
+  exit: () => Deno.exit(1),
   slow_schema: () => new Promise(() => {}),
   async careless() {
     Promise.reject(new Error("nobody waits for this promise"));
@@ -66,7 +123,11 @@ export const handlers: Handlers = {
       }
       : job.attempts;
   },
-  unload: ({ reason }) => void dispatchEvent(new CustomEvent("beforeunload", { detail: { reason } })),
+  unload({ reason }) {
+    dispatchEvent(
+      reason === "drain" ? new Event("drain") : new CustomEvent("beforeunload", { detail: { reason } }),
+    );
+  },
   pause: ({ ms }) => pause(ms),
   fail_first({ times }, job) {
     if (job.attempts <= times) throw new RetryAfterError(0.5, `attempt ${job.attempts} fails`);

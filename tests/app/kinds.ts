@@ -20,8 +20,16 @@ export const kinds = {
   hang: { schema: z.object({ file }), timeoutMs: 60_000, maxAttempts: 2 },
   /** Ends only when its signal aborts. */
   wait_for_signal: { schema: z.object({ file }) },
-  /** Returns what JSON or Postgres cannot hold, or too much of it. */
-  unstorable: { schema: z.object({ what: z.enum(["bigint", "circular", "nul", "surrogate", "large"]) }) },
+  /** Returns one of the values in handlers.ts that are hard to store. */
+  poisonous_result: { schema: z.object({ what: z.string() }) },
+  /** Throws one of the values in handlers.ts that are hard to describe. */
+  poisonous_error: { schema: z.object({ what: z.string() }) },
+  /** Lets nothing else run for a while. */
+  block: { schema: z.object({ ms: z.number() }) },
+  /** Gives back what a server says. */
+  ask: { schema: z.object({ url: z.string() }), timeoutMs: 5_000 },
+  /** Ends the worker's process. */
+  exit: { schema: z.object({}) },
   /** Its schema takes half a second to look at a payload. */
   slow_schema: {
     schema: z.object({ n: z.number() }).refine(async () => {
@@ -41,7 +49,7 @@ export const kinds = {
       },
     ),
   },
-  /** Tells its isolate what the runtime tells one that is about to end. */
+  /** Tells its isolate what the runtime tells one that is about to end, or with "drain" one that gets no more requests. */
   unload: { schema: z.object({ reason: z.string() }) },
   /** Takes its time. */
   pause: { schema: z.object({ ms: z.number() }) },

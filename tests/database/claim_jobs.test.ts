@@ -29,10 +29,43 @@ Deno.test("a claimed job is leased to the worker, and the attempt is counted", a
     created_at: row.created_at,
     lease_expires_at: row.lease_expires_at,
     timeout_ms: 45000,
+    alone: false,
   });
   assert.deepEqual([row.status, row.attempts, row.lease_token, row.locked_by], ["running", 1, 1, "worker 1"]);
   assert.equal(Math.round((row.lease_expires_at - row.locked_at) / 1000), 90);
   assert.deepEqual(await claim(db.sql), []);
+});
+
+Deno.test("a job whose worker was lost at its second attempt or later, or before its last, is to run alone", async () => {
+  const lost = "lease expired: worker w neither finished the job nor extended its lease by …";
+  const cases: [attempts: number, max: number | null, error: string | null, alone: boolean][] = [
+    [0, 1, null, false],
+    [1, null, lost, false],
+    [2, null, lost, true],
+    [1, 2, lost, true],
+    [4, 9, lost, true],
+    [2, null, "Error: no such luck", false],
+  ];
+  for (const [attempts, max, error, alone] of cases) {
+    const id = await enqueue(db.sql);
+    await db
+      .sql`update jobs set attempts = ${attempts}, max_attempts = ${max}, last_error = ${error} where id = ${id}`;
+    const claimed = only(await db.sql`select alone from claim_jobs('w', 1)`);
+    assert.equal(claimed.alone, alone, `${attempts} of ${max}, ${error}`);
+  }
+});
+
+Deno.test("a claim leaves out the kinds that it excepts, and takes all others, whatever their number", async () => {
+  await db.sql`insert into jobs (kind) select 'kind_' || n from generate_series(1, 100) n`;
+  const except = Array.from({ length: 90 }, (_, n) => `kind_${n + 1}`);
+  const kinds: string[] = [];
+  for (let claims = 0; claims < 20 && kinds.length < 10; claims++) {
+    const rows = await db.sql`select kind from claim_jobs('w', 100, except_kinds => ${except})`;
+    kinds.push(...rows.map(({ kind }) => kind));
+  }
+  assert.deepEqual(kinds.toSorted(), Array.from({ length: 10 }, (_, n) => `kind_${n + 91}`).toSorted());
+  assert.equal((await db.sql`select from claim_jobs('w', 100, except_kinds => ${except})`).count, 0);
+  assert.ok((await db.sql`select from claim_jobs('w', 100, except_kinds => '{}')`).count > 0);
 });
 
 Deno.test("max_attempts is the job's own, else its kind's, else 5", async () => {

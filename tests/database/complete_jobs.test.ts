@@ -134,3 +134,18 @@ Deno.test("settling costs what is settled, whatever else runs or has ended, and 
     }
   }
 });
+
+Deno.test("a result of more than 4 MB is cut, and says so; a smaller one is kept", async () => {
+  const big = await enqueueAndClaim(db.sql);
+  const small = await enqueueAndClaim(db.sql);
+  await db.sql`
+    select complete_jobs(jsonb_build_array(
+      jsonb_build_object('id', ${big.id}::text, 'lease_token', ${big.lease_token}::int, 'result', repeat('x', 5000000)),
+      jsonb_build_object('id', ${small.id}::text, 'lease_token', ${small.lease_token}::int, 'result', repeat('x', 3000000))
+    ))`;
+  assert.deepEqual((await job(db.sql, big.id)).result, {
+    cut: `"${"x".repeat(9_999)}`,
+    characters: 5_000_002,
+  });
+  assert.equal((await job(db.sql, small.id)).result.length, 3_000_000);
+});

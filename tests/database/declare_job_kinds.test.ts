@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import postgres from "postgres";
-import { only, openTransaction, sharedDatabase } from "./queue.ts";
+import { cost, only, openTransaction, sharedDatabase } from "./queue.ts";
 
 const db = sharedDatabase();
 
@@ -110,4 +110,44 @@ Deno.test("an operator's open transaction holds up no worker that declares what 
   assert.equal((await declare(hurried, { max_attempts: 8 })).max_attempts, 8);
   await operator.sql`commit`;
   assert.equal((await declare(hurried, { max_attempts: 8 })).max_attempts, 20);
+});
+
+Deno.test("jobs of the last day that died because their kind was unknown go back, uncounted and in their old order", async () => {
+  const died = async (kind: string, error: string, ago: string) => {
+    const { id } = only(await db.sql`select enqueue_job(${kind}) as id`);
+    const { lease_token } = only(
+      await db.sql`select lease_token from claim_jobs('old code', kinds => ${[kind]})`,
+    );
+    await db.sql`select fail_job(${id}, ${lease_token}, ${error}, permanent => true)`;
+    await db.sql`update jobs set finished_at = finished_at - ${ago}::interval where id = ${id}`;
+    return id;
+  };
+  const back = [
+    await died("test", "unknown_kind: test", "0"),
+    await died("test", "unknown_kind: test", "23 hours"),
+  ];
+  const left = [
+    await died("test", "unknown_kind: test", "25 hours"),
+    await died("test", "Error: unknown_kind: test", "0"),
+    await died("test", "unknown_kind: another", "0"),
+    await died("another", "unknown_kind: another", "0"),
+  ];
+  await declare(db.sql, {});
+  const rows = await db.sql`select id, status, attempts, finished_at, last_error from jobs order by id`;
+  assert.deepEqual(rows.filter(({ status }) => status === "dead").map(({ id }) => id), left);
+  for (const row of rows.filter(({ status }) => status === "pending")) {
+    assert.deepEqual([row.attempts, row.finished_at, row.last_error], [0, null, "unknown_kind: test"]);
+  }
+  assert.deepEqual((await db.sql`select id from claim_jobs('new code')`).map(({ id }) => id), back);
+  assert.equal((await db.sql`select from job_failures where error = 'unknown_kind: test'`).count, 3);
+});
+
+Deno.test("what a declaration costs does not depend on how many jobs there are, finished or dead", async () => {
+  await db.sql`
+    insert into jobs (kind, status, finished_at, last_error)
+    select 'test', case when n % 2 = 0 then 'dead' else 'succeeded' end, clock_timestamp(), 'Error: x'
+    from generate_series(1, 20000) n`;
+  await declare(db.sql, {});
+  const { buffers } = await cost(db.sql, `select * from declare_job_kinds('[{"kind": "test"}]')`);
+  assert.ok(buffers < 200, `${buffers} buffers`);
 });

@@ -178,3 +178,11 @@ Deno.test("of a batch, the jobs that are still held fail, each in its own way", 
   assert.equal((await db.sql`select from job_failures`).count, 2);
   assert.equal((await db.sql`select * from fail_jobs('[]')`).count, 0);
 });
+
+Deno.test("an error of more than 10,000 characters is cut, and says so", async () => {
+  const { id, lease_token } = await enqueueAndClaim(db.sql);
+  await db.sql`select fail_job(${id}, ${lease_token}, repeat('é', 1000000))`;
+  const expected = `${"é".repeat(10_000)}… (cut, 1000000 characters in all)`;
+  assert.equal((await job(db.sql, id)).last_error, expected);
+  assert.equal(only(await db.sql`select error from job_failures where job_id = ${id}`).error, expected);
+});

@@ -149,3 +149,22 @@ Deno.test("an isolate that lives on after its shutdown answers, and takes nothin
   assert.deepEqual((await drained.json()).queues, { echo: { succeeded: 3, failed: 0, dead: 0 } });
   Deno.kill(pid, "SIGKILL");
 });
+
+Deno.test("an isolate that is sent no more requests takes no more jobs, and gives those at hand all their time", async () => {
+  const { sql } = stack;
+  const pid = workerPid();
+  const { ends, rest, openGate } = await startJobs();
+  await announce("drain");
+  const [late] = await enqueue("echo", {});
+  assert(late);
+  // Longer than it would wait at a shutdown.
+  await new Promise((resolve) => setTimeout(resolve, 2_500));
+  assert.deepEqual(await states([...ends, ...rest, late]), [...Array(4).fill("running 1"), "pending 0"]);
+  await openGate();
+  await untilAll(ends, "succeeded 1");
+  await sql`delete from jobs where id = any(${rest})`;
+  Deno.kill(pid, "SIGKILL");
+  await untilAnotherWorker(pid);
+  await poke();
+  await untilAll([late], "succeeded 1");
+});

@@ -1,6 +1,7 @@
 import { errorText, PermanentError, RetryAfterError } from "./errors.ts";
 import type { Handler, Job, KindDeclarations } from "./kinds.ts";
 import type { ClaimedJob, Failure } from "./queue.ts";
+import { after } from "./timer.ts";
 
 /** The app as the engine sees it. */
 export interface App {
@@ -20,9 +21,10 @@ export interface Held {
   ended?: true;
 }
 
-/** How an attempt ended, before the database has heard of it. */
+/** How an attempt ended, before the database has heard of it. `delay`: seconds before it is claimed again. */
 export type Outcome = { completed: unknown } | { failed: Omit<Failure, "id" | "leaseToken"> } | {
   stopped: "lost" | "released";
+  delay?: number;
 };
 
 /** One run of one handler, from payload to outcome. Never throws. */
@@ -39,11 +41,12 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
       failed: { error: `no_handler: ${job.kind} is declared, but _app/handlers.ts does not name it` },
     };
   }
+  if (entry.stopped === "lost" || entry.stopped === "released") return { stopped: entry.stopped };
   const stopped = new Promise<never>((_, reject) => {
     controller.signal.addEventListener("abort", () => reject(controller.signal.reason), { once: true });
   });
   stopped.catch(() => {}); // it may come when nobody waits for it any more
-  const timer = setTimeout(() => stop(entry, "timeout"), job.timeoutMs);
+  const cancelTimeout = after(job.timeoutMs, () => stop(entry, "timeout"));
   try {
     const parsed = await Promise.race([kind.schema.safeParseAsync(job.payload), stopped]);
     if (!parsed.success) {
@@ -63,8 +66,7 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
     };
     // The schema gave the payload its handler's type; the map over all kinds has lost which is which.
     const result = await Promise.race([(handler as Handler<unknown>)(parsed.data, described), stopped]);
-    const unstorable = whyUnstorable(result);
-    return unstorable ? { failed: { error: unstorable } } : { completed: result };
+    return storable(result);
   } catch (error) {
     if (entry.stopped === "timeout") {
       return {
@@ -80,26 +82,42 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
       },
     };
   } finally {
-    clearTimeout(timer);
+    cancelTimeout();
   }
 }
 
 const MAX_RESULT_LENGTH = 1_000_000;
+const CUT_RESULT_LENGTH = 10_000;
 
-/** Why a result cannot be stored: found in the settle call it would hold up those of other jobs. */
-function whyUnstorable(result: unknown): string | undefined {
+/**
+ * A handler's result as it is stored: a copy, so that nothing in it can fail the settle call that it shares with other jobs.
+ * Text that jsonb cannot hold becomes U+FFFD; more than a million characters of JSON are cut, and it says so. What has no
+ * JSON at all ends the job: the work is done, and doing it again would give the same.
+ */
+function storable(result: unknown): Outcome {
   try {
-    const { length } = JSON.stringify(result) ?? "";
-    if (length > MAX_RESULT_LENGTH) {
-      return cannotStore(`it has ${length} characters of JSON, more than ${MAX_RESULT_LENGTH}`);
+    const json = JSON.stringify(result) ?? "null";
+    if (json.length > MAX_RESULT_LENGTH) {
+      return {
+        completed: { cut: json.slice(0, CUT_RESULT_LENGTH).toWellFormed(), characters: json.length },
+      };
     }
+    // The only escapes of this sort that JSON.stringify writes are U+0000 and lone surrogates.
+    const mended = json.replaceAll(
+      /\\(?:\\|u0000|ud[89a-f][\da-f]{2})/g,
+      (escape) => escape === "\\\\" ? escape : "\\ufffd",
+    );
+    return { completed: JSON.parse(mended) };
   } catch (error) {
-    return cannotStore(error);
+    return { failed: cannotStore(error) };
   }
 }
 
-/** The error of an attempt whose result is the trouble. */
-export const cannotStore = (error: unknown) => `the result cannot be stored: ${errorText(error)}`;
+/** The end of an attempt whose result is the trouble. */
+export const cannotStore = (error: unknown) => ({
+  error: `the result cannot be stored: ${errorText(error)}`,
+  permanent: true,
+});
 
 /** Where and why a payload does not fit its schema. */
 export function describeIssue(issue: { path: PropertyKey[]; message: string } | undefined): string {

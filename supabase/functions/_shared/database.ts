@@ -1,5 +1,6 @@
 import { createClient, type SupabaseClient } from "@supabase/supabase-js";
 import { JobError } from "./errors.ts";
+import { after } from "./timer.ts";
 
 let client: SupabaseClient | undefined;
 
@@ -19,9 +20,14 @@ function serviceClient(): SupabaseClient {
  * or may not have taken effect.
  */
 export async function callDatabase(name: string, args: Record<string, unknown>): Promise<unknown> {
-  const { data, error, status } = await serviceClient().rpc(name, args).abortSignal(
-    AbortSignal.timeout(10_000),
-  );
+  const controller = new AbortController();
+  const cancelTimeout = after(10_000, () => controller.abort(new Error("no answer within 10 s")));
+  const { data, error, status } = await serviceClient().rpc(name, args).abortSignal(controller.signal);
+  cancelTimeout();
+  // JSON.stringify has a limit of its own, and nothing was sent.
+  if (error?.message.startsWith("RangeError: ")) {
+    throw new JobError("too_large", `${name}: the arguments are nested too deeply for JSON`);
+  }
   if (status === 413) throw new JobError("too_large", `${name}: the body is too large for the API`);
   if (error?.code) {
     // Class 22 is about a value, and its details say what is wrong with it. Others may quote a whole row.

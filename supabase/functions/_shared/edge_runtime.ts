@@ -6,12 +6,22 @@ declare global {
   const EdgeRuntime: { waitUntil<T>(promise: Promise<T>): void };
 }
 
-/** Aborts when the runtime announces that this isolate is about to end (`beforeunload`, with its reason). */
-export const shutdown: AbortSignal = (() => {
+/**
+ * Aborts when the runtime announces that this isolate is about to end (`beforeunload`). The signal's reason is the
+ * runtime's: cpu, memory, wall_clock, early_drop or termination.
+ */
+export const shutdown = signalOf("beforeunload");
+
+/** Aborts when the runtime sends this isolate no more requests, and waits for what it still does (`drain`). */
+export const retirement = signalOf("drain");
+
+function signalOf(type: string): AbortSignal {
   const controller = new AbortController();
-  addEventListener("beforeunload", () => controller.abort());
+  addEventListener(type, (event) => {
+    controller.abort(event instanceof CustomEvent ? event.detail?.reason : undefined);
+  });
   return controller.signal;
-})();
+}
 
 /**
  * Logs an error that nothing caught, such as a promise that a handler did not await, instead of letting it end the isolate

@@ -2,7 +2,7 @@ import type { z } from "zod";
 import { kinds } from "../_app/kinds.ts";
 import { type App, describeIssue } from "./attempt.ts";
 import { callDatabase } from "./database.ts";
-import { JobError } from "./errors.ts";
+import { errorText, JobError } from "./errors.ts";
 import type { Handler, HandlersOf } from "./kinds.ts";
 import { wakeWorker, work, type WorkOptions, type WorkReport } from "./worker.ts";
 
@@ -69,6 +69,8 @@ export async function enqueueJob<K extends Kind>(
       `enqueueJob: payload of ${kind}: ${describeIssue(parsed.error.issues[0])}`,
     );
   }
+  assertJson(payload, `enqueueJob: payload of ${kind}`);
+  assertJson(options.context, "enqueueJob: context");
   const id = await callDatabase("enqueue_job", {
     kind,
     // As given, not as parsed: the worker parses it again, and a schema that transforms would do so twice.
@@ -80,6 +82,15 @@ export async function enqueueJob<K extends Kind>(
     context: options.context,
   });
   return String(id);
+}
+
+/** Throws JobError `invalid_payload` for what JSON cannot hold: on its way it would be changed, or look like a lost connection. */
+function assertJson(value: unknown, what: string): void {
+  try {
+    JSON.stringify(value);
+  } catch (error) {
+    throw new JobError("invalid_payload", `${what} has no JSON: ${errorText(error)}`);
+  }
 }
 
 /** Runs ready jobs until there are none, or the lifetime, the cap or the signal ends it; gives back what became of each. */

@@ -15,6 +15,7 @@ const claimedJob = z.object({
   created_at: z.string(),
   lease_expires_at: z.string(),
   timeout_ms: z.number(),
+  alone: z.boolean(),
 }).transform((row) => ({
   id: row.id,
   kind: row.kind,
@@ -26,6 +27,7 @@ const claimedJob = z.object({
   createdAt: row.created_at,
   leaseExpiresAt: row.lease_expires_at,
   timeoutMs: row.timeout_ms,
+  alone: row.alone,
 }));
 const ids = z.array(z.string());
 
@@ -41,14 +43,21 @@ export interface Lease {
 /** Claims up to `maxJobs` (10) due jobs for `leaseSeconds` (60), in the order in which they are to start. */
 export async function claimJobs(
   worker: string,
-  options: { maxJobs?: number; leaseSeconds?: number; kinds?: string[]; awakeForSeconds?: number } = {},
+  options: {
+    maxJobs?: number;
+    leaseSeconds?: number;
+    kinds?: string[];
+    exceptKinds?: string[];
+    awakeForSeconds?: number;
+  } = {},
 ): Promise<ClaimedJob[]> {
   const rows = await callDatabase("claim_jobs", {
     worker,
     max_jobs: options.maxJobs ?? 10,
     lease_seconds: options.leaseSeconds ?? 60,
-    kinds: options.kinds ?? null,
-    awake_for: options.awakeForSeconds === undefined ? null : `${options.awakeForSeconds} seconds`,
+    kinds: options.kinds,
+    except_kinds: options.exceptKinds,
+    awake_for: options.awakeForSeconds === undefined ? undefined : `${options.awakeForSeconds} seconds`,
   });
   return z.array(claimedJob).parse(rows);
 }

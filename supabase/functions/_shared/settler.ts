@@ -50,11 +50,11 @@ export function createSettler(held: Set<Held>, results: Settled[]) {
       waiting = [];
       const completions: Completion[] = [];
       const failures: Failing[] = [];
-      const releases: { entry: Held }[] = [];
+      const releases: { entry: Held; delay?: number }[] = [];
       for (const { entry, outcome } of batch) {
         if ("completed" in outcome) completions.push({ entry, result: outcome.completed });
         else if ("failed" in outcome) failures.push({ entry, failed: outcome.failed });
-        else if (outcome.stopped === "released") releases.push({ entry });
+        else if (outcome.stopped === "released") releases.push({ entry, delay: outcome.delay });
         else settled(entry, "lost");
       }
       const calls = Promise.all([complete(completions), fail(failures), release(releases)]);
@@ -72,9 +72,7 @@ export function createSettler(held: Set<Held>, results: Settled[]) {
       (some) => completeJobs(some.map(({ entry: { job }, result }) => ({ ...leaseOf(job), result }))),
       (ids) => (id) => ids.includes(id) ? "succeeded" : "lost",
       ({ entry }, error) =>
-        isAboutWhatWasSent(error)
-          ? fail([{ entry, failed: { error: cannotStore(error) } }])
-          : settled(entry, "lost"),
+        isAboutWhatWasSent(error) ? fail([{ entry, failed: cannotStore(error) }]) : settled(entry, "lost"),
     );
   }
 
@@ -95,10 +93,10 @@ export function createSettler(held: Set<Held>, results: Settled[]) {
     );
   }
 
-  function release(batch: { entry: Held }[]): Promise<void> {
+  function release(batch: { entry: Held; delay?: number }[]): Promise<void> {
     return call(
       batch,
-      (some) => releaseJobs(some.map(({ entry: { job } }) => leaseOf(job))),
+      (some) => releaseJobs(some.map(({ entry: { job }, delay }) => ({ ...leaseOf(job), delay }))),
       (ids) => (id) => ids.includes(id) ? "released" : "lost",
       ({ entry }) => settled(entry, "lost"),
     );
@@ -171,4 +169,4 @@ function isAboutWhatWasSent(error: unknown): boolean {
 
 const leaseOf = ({ id, leaseToken }: ClaimedJob) => ({ id, leaseToken });
 
-const sleep = (ms: number) => new Promise<void>((resolve) => setTimeout(resolve, ms));
+export const sleep = (ms: number) => new Promise<void>((resolve) => setTimeout(resolve, ms));

@@ -1,8 +1,8 @@
-import { type App, attempt, type Held, stop } from "./attempt.ts";
+import { type App, attempt, type Held, type Outcome, stop } from "./attempt.ts";
 import { errorText } from "./errors.ts";
 import { log } from "./log.ts";
 import { type ClaimedJob, claimJobs, declareJobKinds, extendJobs } from "./queue.ts";
-import { createSettler, halves, isBlocked, type Settled } from "./settler.ts";
+import { createSettler, halves, isBlocked, type Settled, sleep } from "./settler.ts";
 
 const LEASE_SECONDS = 60;
 /** A third of the lease: two heartbeats may be lost before the lease is. */
@@ -11,8 +11,14 @@ const HEARTBEAT_MS = 20_000;
 const LINGER_MS = 2_000;
 const POLL_MS = 50;
 const AWAKE_FOR_SECONDS = 1;
-/** How long the jobs at hand may take to end once the worker is told to stop. */
+/**
+ * How long the jobs at hand may take to end once the worker is told to stop. An isolate whose wall clock runs out is told
+ * when a tenth of it is left: 15 s on Free, 40 s on paid plans.
+ */
 const STOP_MS = 2_000;
+const WALL_CLOCK_STOP_MS = 10_000;
+/** How long others have to take a job that must run alone, when this isolate has one such job already. */
+const ALONE_ELSEWHERE_SECONDS = 5;
 
 export interface WorkOptions {
   /** Only these kinds; all by default. */
@@ -23,8 +29,13 @@ export interface WorkOptions {
   lifetimeMs?: number;
   /** At most this many jobs; 500 by default. */
   maxJobs?: number;
-  /** When it aborts, nothing more is claimed, and what does not end within two seconds is given back uncounted. */
+  /**
+   * When it aborts, nothing more is claimed, and what does not end within two seconds (ten when the reason is `wall_clock`)
+   * is given back uncounted.
+   */
   signal?: AbortSignal;
+  /** When it aborts, nothing more is claimed; the jobs at hand go on to their ends. */
+  retirement?: AbortSignal;
   /** Called when it takes no more although jobs are left, before those at hand have ended. */
   onBacklog?: () => void;
   /** Goes on looking for two seconds after the last job; else it ends as soon as nothing is ready. */
@@ -40,9 +51,14 @@ export interface WorkReport {
 interface Pool {
   hasRoom(): boolean;
   nudge(): void;
+  /** Whether it has claimed anything beside this job, or may be about to. */
+  isBusyBeside(entry: Held): boolean;
 }
 const pools = new Set<Pool>();
 const MAX_POOLS = 4;
+
+/** The job that runs with nothing beside it in this isolate, or waits to: meanwhile nothing is claimed. */
+let loner: Held | undefined;
 
 /**
  * For a poke: has a running pool of this isolate look now, or starts another when all are full and fewer than four run.
@@ -63,7 +79,7 @@ let timeouts: Map<string, number> | undefined;
 
 /** Claims jobs into a pool of slots, runs their handlers and settles them, until nothing is ready. Never throws for a job. */
 export async function work(app: App, options: WorkOptions): Promise<WorkReport> {
-  const { slots = 10, lifetimeMs = 70_000, maxJobs = 500, signal, linger = false } = options;
+  const { slots = 10, lifetimeMs = 70_000, maxJobs = 500, signal, retirement, linger = false } = options;
   const worker = `edge-${crypto.randomUUID().slice(0, 8)}`;
   const endsAt = performance.now() + lifetimeMs;
   const held = new Set<Held>();
@@ -73,13 +89,16 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   let claimed = 0;
   let accepting = true;
   let takesAll = true;
+  let claiming = false;
 
   const pool: Pool = {
-    hasRoom: () => accepting && takesAll && running < slots && claimed < maxJobs && !options.kinds,
+    hasRoom: () => accepting && takesAll && running < slots && claimed < maxJobs,
     nudge: () => bell.ring(),
+    isBusyBeside: (entry) => claiming || held.size > (held.has(entry) ? 1 : 0),
   };
   pools.add(pool);
   signal?.addEventListener("abort", bell.ring);
+  retirement?.addEventListener("abort", bell.ring);
   const settler = createSettler(held, results);
   // One at a time: while somebody keeps a row locked, a heartbeat takes its time.
   let beating: Promise<void> | undefined;
@@ -111,6 +130,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
     accepting = false;
     clearInterval(heartbeat);
     signal?.removeEventListener("abort", bell.ring);
+    retirement?.removeEventListener("abort", bell.ring);
     pools.delete(pool);
   }
 
@@ -121,18 +141,18 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
     let looksLeft = 2;
     let failures = 0;
     while (true) {
-      if (signal?.aborted) {
+      if (signal?.aborted || retirement?.aborted) {
         // Nobody pokes while the promise stands. A claim of no kinds takes it back.
         if (linger) await claimJobs(worker, { kinds: [] }).catch(() => {});
         return full;
       }
       if (claimed >= maxJobs) return full;
-      const kinds = kindsThatFit();
+      const claims = claimable();
       const lingers = linger && performance.now() - lastWork < LINGER_MS;
-      takesAll = kinds === undefined;
       // While its promise stands nobody pokes, so a successor takes over; but not from one that had nothing to do.
-      if (kinds?.length === 0) return full || (lingers && claimed > 0);
-      if (running >= slots) {
+      if (!claims) return full || (lingers && claimed > 0);
+      takesAll = claims.exceptKinds?.length === 0;
+      if (running >= slots || loner) {
         await bell.wait();
         continue;
       }
@@ -140,13 +160,14 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
       const room = Math.min(slots - running, maxJobs - claimed);
       const calledAt = performance.now();
       let jobs: ClaimedJob[];
+      claiming = true;
       try {
         jobs = await claimJobs(worker, {
           maxJobs: room,
           leaseSeconds: LEASE_SECONDS,
-          kinds,
+          ...claims,
           // A promise holds for any kind, so one that does not take all kinds may not make it.
-          awakeForSeconds: linger ? (lingers && !kinds ? AWAKE_FOR_SECONDS : 0) : undefined,
+          awakeForSeconds: linger ? (lingers && takesAll ? AWAKE_FOR_SECONDS : 0) : undefined,
         });
         failures = 0;
       } catch (error) {
@@ -154,6 +175,8 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
         if (++failures === 5) return false;
         await bell.wait(100 * 2 ** failures);
         continue;
+      } finally {
+        claiming = false;
       }
       for (const job of jobs) start(job, calledAt);
       claimed += jobs.length;
@@ -178,13 +201,18 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
     }
   }
 
-  /** Undefined for all kinds, else those whose timeout fits into what is left of the lifetime. */
-  function kindsThatFit(): string[] | undefined {
+  /**
+   * Of which kinds to claim: those whose timeout fits into what is left of the lifetime, and unknown ones; null when that is
+   * none.
+   */
+  function claimable(): { kinds?: string[]; exceptKinds?: string[] } | null {
     const left = endsAt - performance.now();
     const known = options.kinds ?? Object.keys(app.kinds);
-    const fitting = known.filter((kind) => (timeouts?.get(kind) ?? 0) <= left);
-    if (left <= 0) return [];
-    return options.kinds === undefined && fitting.length === known.length ? undefined : fitting;
+    const fits = (kind: string) => (timeouts?.get(kind) ?? 0) <= left;
+    if (left <= 0 || !known.some(fits)) return null;
+    return options.kinds
+      ? { kinds: known.filter(fits) }
+      : { exceptKinds: known.filter((kind) => !fits(kind)) };
   }
 
   async function start(job: ClaimedJob, calledAt: number): Promise<void> {
@@ -197,18 +225,35 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
     for (const earlier of held) if (earlier.job.id === job.id) stop(earlier, "lost");
     held.add(entry);
     running++;
-    const outcome = await attempt(app, entry);
+    const outcome = job.alone ? await attemptAlone(entry) : await attempt(app, entry);
     entry.ended = true;
     running--;
     bell.ring();
     settler.settle(entry, outcome);
   }
 
+  /**
+   * Runs a job that may be what ends workers when all else in this isolate is over and settled: if it does so again, it takes
+   * nothing with it. While it waits or runs nothing is claimed, and another of its sort is given back for others to take.
+   */
+  async function attemptAlone(entry: Held): Promise<Outcome> {
+    if (loner) return { stopped: "released", delay: ALONE_ELSEWHERE_SECONDS };
+    loner = entry;
+    try {
+      do await sleep(POLL_MS); while (!entry.stopped && [...pools].some((each) => each.isBusyBeside(entry)));
+      return await attempt(app, entry);
+    } finally {
+      loner = undefined;
+      for (const each of pools) each.nudge();
+    }
+  }
+
   /** Waits for the jobs at hand; once told to stop, gives back what does not end in time. */
   async function finish(): Promise<void> {
+    const stopMs = () => signal?.reason === "wall_clock" ? WALL_CLOCK_STOP_MS : STOP_MS;
     let stopAt = Infinity;
     while (running > 0) {
-      if (signal?.aborted) stopAt = Math.min(stopAt, performance.now() + STOP_MS);
+      if (signal?.aborted) stopAt = Math.min(stopAt, performance.now() + stopMs());
       if (performance.now() >= stopAt) {
         for (const entry of held) stop(entry, "released");
         stopAt = Infinity;

@@ -1,5 +1,5 @@
 import "../_app/handlers.ts"; // one that does not load shows when the function starts, not when a job comes
-import { shutdown, surviveUncaughtErrors } from "../_shared/edge_runtime.ts";
+import { retirement, shutdown, surviveUncaughtErrors } from "../_shared/edge_runtime.ts";
 import { errorText } from "../_shared/errors.ts";
 import { problem, refuseOtherMethods, refuseWithoutCronSecret } from "../_shared/http.ts";
 import { rescueExpiredJobs, workJobs } from "../_shared/jobs.ts";
@@ -14,7 +14,7 @@ Deno.serve(async (request) => {
   await request.body?.cancel();
   try {
     await rescueExpiredJobs();
-    const { results, backlog } = await workJobs({ signal: shutdown });
+    const { results, backlog } = await workJobs({ signal: shutdown, retirement });
     const queues: Record<string, { succeeded: number; failed: number; dead: number }> = {};
     let errors = 0;
     for (const { kind, status } of results) {
@@ -22,7 +22,7 @@ Deno.serve(async (request) => {
       if (status === "succeeded") queue.succeeded++;
       else if (status === "pending") queue.failed++;
       else if (status === "dead") queue.dead++;
-      else errors++;
+      else if (status === "lost") errors++;
     }
     return Response.json({ schedules: 0, queues, budgetExhausted: backlog, errors });
   } catch (error) {

@@ -2,7 +2,7 @@ import { z } from "zod";
 import "../_app/handlers.ts"; // one that does not load shows when the function starts, not when a job comes
 import { describeIssue } from "../_shared/attempt.ts";
 import { requiredEnv } from "../_shared/database.ts";
-import { shutdown, surviveUncaughtErrors } from "../_shared/edge_runtime.ts";
+import { retirement, shutdown, surviveUncaughtErrors } from "../_shared/edge_runtime.ts";
 import { errorText } from "../_shared/errors.ts";
 import { problem, readJson, refuseOtherMethods, refuseWithoutCronSecret } from "../_shared/http.ts";
 import { wakeJobWorker, workJobs } from "../_shared/jobs.ts";
@@ -28,7 +28,7 @@ Deno.serve(async (request) => {
 
   if (wait) {
     try {
-      const { results } = await workJobs({ ...options, signal: shutdown });
+      const { results } = await workJobs({ ...options, signal: shutdown, retirement });
       return Response.json({ processed: results.length, results });
     } catch (error) {
       log("error", "worker_failed", { error: errorText(error) });
@@ -43,7 +43,12 @@ Deno.serve(async (request) => {
 async function workOn(options: { kinds?: string[]; maxJobs?: number }): Promise<void> {
   const onBacklog = () => EdgeRuntime.waitUntil(wakeSuccessor(options.kinds));
   try {
-    await wakeJobWorker({ ...options, signal: shutdown, onBacklog: options.maxJobs ? undefined : onBacklog });
+    await wakeJobWorker({
+      ...options,
+      signal: shutdown,
+      retirement,
+      onBacklog: options.maxJobs ? undefined : onBacklog,
+    });
   } catch (error) {
     log("error", "worker_failed", { error: errorText(error) });
   }
