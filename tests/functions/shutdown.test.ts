@@ -148,6 +148,7 @@ Deno.test("an isolate that lives on after its shutdown answers, and takes nothin
   const drained = await stack.call("drain");
   assert.deepEqual((await drained.json()).queues, { echo: { succeeded: 3, failed: 0, dead: 0 } });
   Deno.kill(pid, "SIGKILL");
+  await untilAnotherWorker(pid);
 });
 
 Deno.test("an isolate that is sent no more requests takes no more jobs, and gives those at hand all their time", async () => {
