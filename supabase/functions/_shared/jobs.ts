@@ -21,6 +21,7 @@ export {
   releaseJobs,
   rescueExpiredJobs,
 } from "./queue.ts";
+export { retryAfterSeconds } from "./retry_after.ts";
 
 type Kinds = typeof kinds;
 
