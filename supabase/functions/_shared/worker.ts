@@ -77,7 +77,10 @@ export function wakeWorker(app: App, options: WorkOptions): Promise<WorkReport> 
 /** How long an attempt of each kind may run, in ms, as this isolate last heard; the claim says it exactly. */
 let timeouts: Map<string, number> | undefined;
 
-/** Claims jobs into a pool of slots, runs their handlers and settles them, until nothing is ready. Never throws for a job. */
+/**
+ * Claims jobs into a pool of slots, runs their handlers and settles them, until nothing is ready. Never throws for a job, but
+ * for a database that refuses five claims in a row before one job was done: nothing to do must not look the same.
+ */
 export async function work(app: App, options: WorkOptions): Promise<WorkReport> {
   const { slots = 10, lifetimeMs = 70_000, maxJobs = 500, signal, retirement, linger = false } = options;
   const worker = `edge-${crypto.randomUUID().slice(0, 8)}`;
@@ -90,6 +93,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   let accepting = true;
   let takesAll = true;
   let claiming = false;
+  let gaveUp: unknown;
 
   const pool: Pool = {
     hasRoom: () => accepting && takesAll && running < slots && claimed < maxJobs,
@@ -125,6 +129,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
     if (backlog) options.onBacklog?.();
     await finish();
     await settler.idle();
+    if (gaveUp && results.length === 0) throw gaveUp;
     return { results, backlog };
   } finally {
     accepting = false;
@@ -172,7 +177,10 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
         failures = 0;
       } catch (error) {
         log("error", "claim_failed", { worker, error: errorText(error) });
-        if (++failures === 5) return false;
+        if (++failures === 5) {
+          gaveUp = error;
+          return false;
+        }
         await bell.wait(100 * 2 ** failures);
         continue;
       } finally {
