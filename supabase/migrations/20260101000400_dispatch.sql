@@ -72,7 +72,7 @@ begin
 end $$;
 
 -- Queues one poke.
-create function private.poke(reason text) returns void
+create function private.poke(reason text, body jsonb default '{}') returns void
 language plpgsql
 security definer
 set search_path = pg_catalog, pg_temp
@@ -84,7 +84,7 @@ begin
   insert into private.pokes (request_id, reason)
   select net.http_post(
     url => endpoint.url,
-    body => '{}'::jsonb,
+    body => poke.body,
     headers => jsonb_build_object('Content-Type', 'application/json', 'Authorization', 'Bearer ' || endpoint.cron_secret),
     timeout_milliseconds => 5000
   ), poke.reason;
@@ -272,108 +272,319 @@ begin
   end if;
 end $$;
 
--- Whether jobs get started, one row for each thing that must hold: what it is, whether it holds, what was seen, and what
--- to do when it does not. Secrets are not shown.
-create function public.job_dispatch_health() returns table (item text, ok boolean, detail text, todo text)
+-- Health. job_dispatch_health() asks one of the functions below for each of its items. Each says whether the thing holds
+-- (`ok`; null while that is not known), what was seen, and what to do when it does not hold. What fails shows within a
+-- minute: the limits leave a few rounds of the ten-second tick, so that one late run is no alarm.
+
+create function private.check_extensions(out ok boolean, out detail text, out todo text)
 language plpgsql
-security definer
 set search_path = pg_catalog, pg_temp
-set lock_timeout = '2s'
 as $$
 declare
   missing text;
-  secrets jsonb := '{}';
-  tick record;
-  run record;
-  poke record;
-  ready record;
 begin
   select string_agg(n, ', ') into missing
   from unnest(array['pg_cron', 'pg_net', 'supabase_vault']) n
   where not exists (select from pg_catalog.pg_extension x where x.extname = n);
-  item := 'extensions'; ok := missing is null;
+  ok := missing is null;
   detail := coalesce('missing: ' || missing, 'pg_cron, pg_net and supabase_vault are installed');
   todo := case when not ok then 'Run create extension for each; without them call the drain function from outside.' end;
-  return next;
+end $$;
 
-  if to_regclass('vault.decrypted_secrets') is not null then
-    select coalesce(jsonb_object_agg(s.name, btrim(s.decrypted_secret, E' \t\r\n')), '{}') into secrets
-    from vault.decrypted_secrets s where s.name in ('project_url', 'cron_secret');
+create function private.vault_secret(name text) returns text
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  if to_regclass('vault.decrypted_secrets') is null then
+    return null;
   end if;
-  item := 'project_url'; ok := coalesce(secrets ->> 'project_url' ~ '^https?://[^/]', false);
-  detail := coalesce(secrets ->> 'project_url', 'not in Vault');
+  return (select btrim(s.decrypted_secret, E' \t\r\n') from vault.decrypted_secrets s where s.name = vault_secret.name);
+end $$;
+
+create function private.check_project_url(out ok boolean, out detail text, out todo text)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  url constant text := private.vault_secret('project_url');
+begin
+  ok := coalesce(url ~ '^https?://[^/]', false);
+  detail := coalesce(url, 'not in Vault');
   todo := case when not ok then
     'Run select vault.create_secret(''https://<ref>.supabase.co'', ''project_url''), or vault.update_secret where it exists.' end;
-  return next;
-  item := 'cron_secret'; ok := coalesce(length(btrim(split_part(secrets ->> 'cron_secret', ',', 1))) >= 32, false);
-  detail := case when secrets ->> 'cron_secret' is null then 'not in Vault'
+end $$;
+
+create function private.check_cron_secret(out ok boolean, out detail text, out todo text)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  secret constant text := private.vault_secret('cron_secret');
+begin
+  ok := coalesce(length(btrim(split_part(secret, ',', 1))) >= 32, false);
+  detail := case when secret is null then 'not in Vault'
     when ok then 'in Vault' else 'in Vault, but shorter than 32 characters' end;
   todo := case when not ok then
     'Run select vault.create_secret(''<CRON_SECRET of the functions>'', ''cron_secret''), or vault.update_secret where it exists.' end;
-  return next;
+end $$;
 
-  item := 'tick'; ok := false; detail := 'not scheduled'; todo := 'Run select enable_dispatch().';
-  if to_regclass('cron.job') is not null and (select d.enabled from private.dispatch d) then
-    select * into tick from cron.job j where j.jobname = 'nightshift_tick' and j.active;
-    if found then
-      select * into run from cron.job_run_details d
-      where d.jobid = tick.jobid and d.start_time is not null
-      order by d.runid desc
-      limit 1;
-      if not found then
-        detail := 'scheduled, but has never run';
-        todo := 'Wait ten seconds. If it stays so, pg_cron is not running: restart the database.';
-      else
-        ok := run.status <> 'failed' and run.start_time > clock_timestamp() - interval '1 minute';
-        detail := format('last run %s at %s%s', run.status, date_trunc('second', run.start_time),
-          case when run.status = 'failed' then ': ' || btrim(split_part(run.return_message, 'CONTEXT:', 1), E' \n') end);
-        todo := case when run.status = 'failed' then 'Mend what the message names.'
-          when not ok then 'pg_cron has stopped running jobs: restart the database.' end;
-      end if;
-    end if;
+create function private.check_tick(out ok boolean, out detail text, out todo text)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  tick record;
+  run record;
+begin
+  ok := false; todo := 'Run select enable_dispatch().';
+  if to_regclass('cron.job') is null then
+    detail := 'pg_cron is not installed';
+    return;
   end if;
-  return next;
+  if not (select d.enabled from private.dispatch d) then
+    detail := 'dispatch is off';
+    return;
+  end if;
+  select j.jobid, j.active into tick from cron.job j
+  -- A database that was made from another as template has its jobs, which run in that one.
+  where j.jobname = 'nightshift_tick' and j.database = current_database()
+  order by j.active desc
+  limit 1;
+  if not found or not tick.active then
+    detail := case when found then 'scheduled, but paused' else 'not scheduled' end;
+    return;
+  end if;
 
-  item := 'worker'; ok := true; detail := 'not poked in the last 6 hours'; todo := null;
-  if to_regclass('net._http_response') is not null then
-    select p.reason, p.poked_at, r.id as answered, r.status_code, r.timed_out, r.error_msg, r.content,
-      exists (select from net.http_request_queue q where q.id = p.request_id) as queued
-    into poke
+  select d.status, d.return_message, coalesce(d.start_time, d.end_time) as at into run
+  from cron.job_run_details d
+  -- Without a start time: about to start, or failed before that, such as for want of a connection.
+  where d.jobid = tick.jobid and (d.start_time is not null or d.status = 'failed')
+  order by d.runid desc
+  limit 1;
+  if not found then
+    detail := 'scheduled, but has never run';
+    todo := 'Wait ten seconds. If it stays so, pg_cron is not running: restart the database.';
+    return;
+  end if;
+  -- Four rounds: a tick may wait 5 s for a lock, and the next one waits for it.
+  ok := run.status <> 'failed' and run.at > clock_timestamp() - interval '40 seconds';
+  detail := format('last run %s at %s%s', run.status, date_trunc('second', run.at),
+    case when run.status = 'failed' then ': ' || btrim(split_part(run.return_message, 'CONTEXT:', 1), E' \n') end);
+  todo := case when ok then null
+    when run.status = 'failed' then 'Mend what the message names.'
+    when run.status = 'succeeded' then 'pg_cron has stopped running jobs: restart the database.'
+    else 'The tick does not end: look in pg_stat_activity for what holds it up, or restart the database.' end;
+end $$;
+
+-- Has job-worker tried, at most once a minute whoever asks; every ten seconds while it does not work, so that what has been
+-- mended shows. This poke asks for jobs of a kind that cannot exist, and for an answer when the worker has looked: to any
+-- other poke it answers before it has been to the database. False when one was sent a moment ago; raises why none can be.
+create function private.try_worker(works boolean) returns boolean
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  if not (select d.enabled from private.dispatch d) then
+    raise exception 'dispatch is off' using errcode = '55000';
+  end if;
+  if not pg_try_advisory_xact_lock(hashtext('private.try_worker'), 0) then
+    raise exception 'another transaction is about to' using errcode = '55P03';
+  end if;
+  if private.count_queued_pokes() > 0 or exists (
+    select from private.pokes p
+    where p.reason = 'health'
+      and p.poked_at > clock_timestamp() - case when try_worker.works then interval '1 minute' else interval '10 seconds' end
+  ) then
+    return false;
+  end if;
+  perform private.poke('health', '{"wait": true, "kinds": [""]}');
+  return true;
+end $$;
+
+create function private.check_worker(out ok boolean, out detail text, out todo text)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  queued_since timestamptz;
+  answer record;
+  tried boolean := false;
+  not_tried text;
+begin
+  if to_regclass('net._http_response') is null then
+    detail := 'not known: pg_net is not installed'; todo := 'Mend the items above.';
+    return;
+  end if;
+  if pg_is_in_recovery() then
+    detail := 'not known on a replica'; todo := 'Ask the primary.';
+    return;
+  end if;
+
+  -- The last poke of each sort that tells something: that has its answer, or must have lost it. That a worker accepts
+  -- pokes says less than what the last try found.
+  select a.* into answer
+  from (
+    select distinct on (p.reason = 'health') p.reason, p.poked_at, r.id, r.status_code, r.timed_out, r.error_msg, r.content,
+      coalesce(case when p.reason = 'health' then r.status_code = 200 and r.content like '%"processed"%'
+        else r.status_code = 202 and r.content like '%"accepted"%' end, false) as works
     from private.pokes p
-    left join net._http_response r on r.id = p.request_id
-    -- A poke that was just sent has no answer yet: the one before it tells more.
-    where r.id is not null or p.poked_at < clock_timestamp() - interval '15 seconds'
-    order by p.poked_at desc
-    limit 1;
-    if found then
-      ok := coalesce(poke.status_code between 200 and 299, false);
-      detail := format('last poke (%s), at %s: %s', poke.reason, date_trunc('second', poke.poked_at), case
-        when poke.queued then 'not sent yet'
-        when poke.answered is null then 'no answer is kept'
-        when poke.status_code is null then coalesce(poke.error_msg, 'timed out')
-        else poke.status_code || case when ok then '' else coalesce(' ' || left(poke.content, 300), '') end end);
-      todo := case
-        when ok then null
-        when poke.queued then 'pg_net is not sending: run select net.worker_restart(), or restart the database.'
-        when poke.answered is null then 'The next poke tells more: enqueue a job, or wait for one.'
-        when poke.timed_out then 'The function did not answer within 5 s: read the log of job-worker, and check project_url.'
-        when poke.status_code is null then 'Check that project_url is this project''s API, as seen from the database.'
-        when poke.status_code = 401 and poke.content not like '%CRON_SECRET%' then
-          'This is not job-worker''s answer: check project_url, and that job-worker is deployed with verify_jwt = false.'
-        when poke.status_code = 401 then 'CRON_SECRET of the functions and cron_secret in Vault differ: set both to the same.'
-        when poke.status_code = 404 then 'Deploy the function: supabase functions deploy job-worker. If it is, check project_url.'
-        else 'Read the log of the function job-worker.' end;
+    -- By time too: where pg_net was created anew, its ids begin anew.
+    left join net._http_response r on r.id = p.request_id and r.created > p.poked_at - interval '1 minute'
+    where p.poked_at > clock_timestamp() - interval '5 hours' -- answers are kept for six
+      and (r.id is not null or p.poked_at < clock_timestamp() - interval '15 seconds')
+      and not exists (select from net.http_request_queue q where q.id = p.request_id)
+    order by p.reason = 'health', p.poked_at desc
+  ) a
+  order by a.reason <> 'health' and a.works, a.poked_at desc
+  limit 1;
+
+  begin
+    tried := private.try_worker(coalesce(answer.works, false));
+  exception when others then
+    -- No settings, a read-only transaction, a lock: what is known is still said.
+    not_tried := sqlerrm;
+  end;
+
+  -- One that is being sent (xmax) may wait for a slow answer beside it.
+  select min(p.poked_at) into queued_since
+  from private.pokes p
+  join net.http_request_queue q on q.id = p.request_id
+  where q.xmax = 0 or p.poked_at < clock_timestamp() - interval '30 seconds';
+
+  if queued_since < clock_timestamp() - interval '15 seconds' then
+    ok := false;
+    detail := format('a poke of %s is not sent yet', date_trunc('second', queued_since));
+    todo := 'pg_net is not sending: run select net.worker_restart(), or restart the database.';
+  elsif answer is null then
+    detail := case when not_tried is null then 'poked just now: ask again in a few seconds'
+      else 'not known, and cannot be tried: ' || not_tried end;
+    todo := case when not_tried is not null then 'Mend the items above, or ask in a transaction that may write.' end;
+  else
+    ok := answer.works;
+    detail := format('last poke (%s), at %s: %s', answer.reason, date_trunc('second', answer.poked_at), case
+      when answer.id is null then 'no answer is kept'
+      when answer.status_code is null then coalesce(answer.error_msg, 'timed out')
+      else answer.status_code || case when ok then '' else coalesce(' ' || left(answer.content, 300), '') end end);
+    -- A server that is not ours may send back what it was sent.
+    detail := replace(detail, coalesce(split_part(private.vault_secret('cron_secret'), ',', 1), ''), '…');
+    todo := case
+      when ok then null
+      when answer.id is null then 'Ask again in a few seconds. If it stays so, pg_net keeps no answers: see its setting pg_net.ttl.'
+      when answer.timed_out then 'job-worker did not answer within 5 s: read its log, and check project_url.'
+      when answer.status_code is null then 'Check that project_url is this project''s API, as seen from the database.'
+      when answer.status_code = 401 and answer.content like '%CRON_SECRET%' then
+        'CRON_SECRET of the functions and cron_secret in Vault differ: set both to the same.'
+      when answer.status_code = 401 then
+        'This is not job-worker''s answer: check project_url, and that job-worker is deployed with verify_jwt = false.'
+      when answer.status_code = 404 then 'Deploy the function: supabase functions deploy job-worker. If it is, check project_url.'
+      when answer.status_code < 400 then
+        'This is not job-worker''s answer: check project_url, and deploy the functions as they are in this version.'
+      -- A POST that is redirected arrives as a GET.
+      when answer.status_code = 405 then 'Set project_url to the address that it redirects to, most often with https.'
+      else 'Read the log of the function job-worker: it says what it lacks, or why it cannot reach the database''s API.' end;
+    if tried then
+      detail := detail || '; poked again just now: ask again in a few seconds';
+    elsif ok and not_tried is not null and answer.poked_at < clock_timestamp() - interval '2 minutes' then
+      ok := null;
+      detail := detail || '; cannot be tried again: ' || not_tried;
+      todo := 'Mend the items above, or ask in a transaction that may write.';
     end if;
   end if;
-  return next;
+end $$;
 
+create function private.check_ready_jobs(out ok boolean, out detail text, out todo text)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  ready record;
+begin
   select * into ready from private.ready_jobs(10000);
-  item := 'ready jobs'; ok := coalesce(ready.oldest > clock_timestamp() - interval '1 minute', true);
+  -- The tick has poked for it twice by then.
+  ok := coalesce(ready.oldest > clock_timestamp() - interval '30 seconds', true);
   detail := case when ready.total = 0 then 'none' else
     format('%s, the oldest due since %s', case when ready.total = 10000 then '10000+' else ready.total::text end,
       date_trunc('second', ready.oldest)) end;
   todo := case when not ok then 'Mend the items above. If all hold, read the log of job-worker: it fails, or has more work than it can do.' end;
-  return next;
+end $$;
+
+-- Jobs whose worker is gone, and which the tick should have taken back.
+create function private.check_leases(out ok boolean, out detail text, out todo text)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  oldest constant timestamptz := (select min(j.lease_expires_at) from public.jobs j where j.status = 'running');
+begin
+  ok := coalesce(oldest > clock_timestamp() - interval '30 seconds', true);
+  detail := case when ok then 'none has run out' else format('one has run out at %s', date_trunc('second', oldest)) end;
+  todo := case when not ok then
+    'The tick takes such jobs back: mend it. If it holds, somebody keeps the job''s row locked: look in pg_stat_activity.' end;
+end $$;
+
+-- Jobs of a day that died because no worker knew their kind. Through the ids, which begin with the time: there is no index
+-- for it, and none is worth its cost.
+create function private.check_kinds(out ok boolean, out detail text, out todo text)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+set enable_seqscan = off
+set jit = off
+as $$
+declare
+  yesterday constant uuid := rpad(lpad(
+    to_hex((extract(epoch from clock_timestamp() - interval '1 day') * 1000)::bigint), 12, '0'), 32, '0');
+  unknown text;
+begin
+  select string_agg(distinct f.kind, ', ') into unknown
+  from (
+    select * from public.job_failures l where l.job_id > yesterday order by l.job_id desc limit 10000
+  ) f
+  join public.jobs j on j.id = f.job_id and j.status = 'dead'
+  where f.retry_at is null and f.error like 'unknown_kind: %';
+  ok := unknown is null;
+  detail := case when ok then 'none is unknown' else 'unknown to the worker that had them: ' || left(unknown, 300) end;
+  todo := case when not ok then
+    'Deploy the functions that know them and run those dead jobs again; or delete those jobs, if the kind is a slip.' end;
+end $$;
+
+revoke all on function private.check_extensions, private.vault_secret, private.check_project_url, private.check_cron_secret,
+  private.check_tick, private.try_worker, private.check_worker, private.check_ready_jobs, private.check_leases,
+  private.check_kinds from public, anon, authenticated, service_role;
+
+-- Whether jobs get started, one row for each thing that must hold: what it is, whether it holds (null: not known yet), what
+-- was seen, and what to do. Secrets are not shown. Asks the worker: see private.try_worker. Never fails, and waits for no
+-- lock longer than half a second: an item that cannot be looked at says why.
+create function public.job_dispatch_health() returns table (item text, ok boolean, detail text, todo text)
+language plpgsql
+security definer
+set search_path = pg_catalog, pg_temp
+set lock_timeout = '500ms'
+set timezone = 'UTC'
+set datestyle = 'ISO'
+as $$
+begin
+  foreach item in array array[
+    'extensions', 'project_url', 'cron_secret', 'tick', 'worker', 'ready jobs', 'leases', 'kinds'
+  ] loop
+    begin
+      case item
+        when 'extensions' then select c.* into ok, detail, todo from private.check_extensions() c;
+        when 'project_url' then select c.* into ok, detail, todo from private.check_project_url() c;
+        when 'cron_secret' then select c.* into ok, detail, todo from private.check_cron_secret() c;
+        when 'tick' then select c.* into ok, detail, todo from private.check_tick() c;
+        when 'worker' then select c.* into ok, detail, todo from private.check_worker() c;
+        when 'ready jobs' then select c.* into ok, detail, todo from private.check_ready_jobs() c;
+        when 'leases' then select c.* into ok, detail, todo from private.check_leases() c;
+        when 'kinds' then select c.* into ok, detail, todo from private.check_kinds() c;
+      end case;
+    exception when others then
+      ok := null;
+      detail := 'cannot be looked at: ' || sqlerrm;
+      todo := 'Ask again. If it stays so, mend what the message names.';
+    end;
+    return next;
+  end loop;
 end $$;
 
 revoke all on function public.enable_dispatch, public.disable_dispatch, public.job_dispatch_health
