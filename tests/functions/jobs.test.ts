@@ -194,7 +194,10 @@ Deno.test("what is not configured is named", async () => {
   assert.equal(noUrl.code, "not_configured");
   assert.match(noUrl.message ?? "", /^SUPABASE_URL is not set/);
   assert.equal(noKey.code, "not_configured");
-  assert.match(noKey.message ?? "", /^SUPABASE_SERVICE_ROLE_KEY is not set/);
+  assert.match(
+    noKey.message ?? "",
+    /^SUPABASE_SECRET_KEYS holds no key, .*SUPABASE_SERVICE_ROLE_KEY is not set/,
+  );
   assert.equal(noJson.code, "not_configured");
   assert.match(noJson.message ?? "", /^SUPABASE_SECRET_KEYS is not JSON/);
   assert(!noJson.message?.includes(keys.secretKey));

@@ -1,4 +1,5 @@
 import { createClient, type SupabaseClient } from "@supabase/supabase-js";
+import { z } from "zod";
 import { JobError } from "./errors.ts";
 import { after } from "./timer.ts";
 
@@ -12,6 +13,11 @@ function serviceClient(): SupabaseClient {
   return client ??= createClient(requiredEnv("SUPABASE_URL"), secretKey(), {
     auth: { persistSession: false, autoRefreshToken: false, detectSessionInUrl: false },
   });
+}
+
+/** Throws what callDatabase would throw for want of an address or a key, without a call: JobError `not_configured`. */
+export function requireDatabase(): void {
+  serviceClient();
 }
 
 /**
@@ -47,23 +53,40 @@ export async function callDatabase(name: string, args: Record<string, unknown>):
 /** An environment variable that must be there. Throws JobError `not_configured` naming it. */
 export function requiredEnv(name: string): string {
   const value = Deno.env.get(name);
-  if (!value) throw new JobError("not_configured", `${name} is not set`, "Set it with supabase secrets set.");
+  if (!value) {
+    const hint = name.startsWith("SUPABASE_")
+      ? "Supabase sets it for every function that it runs."
+      : "Set it with supabase secrets set.";
+    throw new JobError("not_configured", `${name} is not set`, hint);
+  }
   return value;
 }
 
+/**
+ * A key that the API takes for the service role: the secret key named `default`, else the first there is, as Supabase's
+ * own server library has it (https://supabase.com/docs/reference/server/primitives-createadminclient); the older key
+ * where there is no secret key, as in a project that has not made the new ones.
+ */
 function secretKey(): string {
-  const keys = Deno.env.get("SUPABASE_SECRET_KEYS");
-  if (!keys) return requiredEnv("SUPABASE_SERVICE_ROLE_KEY");
+  const text = Deno.env.get("SUPABASE_SECRET_KEYS");
+  const keys = text ? parseSecretKeys(text) : {};
+  const key = keys.default ?? Object.values(keys)[0] ?? Deno.env.get("SUPABASE_SERVICE_ROLE_KEY");
+  if (key) return key;
+  throw new JobError(
+    "not_configured",
+    "SUPABASE_SECRET_KEYS holds no key, and the older SUPABASE_SERVICE_ROLE_KEY is not set",
+    "Make a secret key in the project's settings, under API keys.",
+  );
+}
+
+function parseSecretKeys(text: string): Record<string, string> {
   try {
-    const parsed: unknown = JSON.parse(keys);
-    if (
-      typeof parsed === "object" && parsed !== null && "default" in parsed &&
-      typeof parsed.default === "string"
-    ) {
-      return parsed.default;
-    }
+    return z.record(z.string(), z.string().min(1)).parse(JSON.parse(text));
   } catch {
-    // Said below.
+    // Without the cause: it may quote a key.
+    throw new JobError(
+      "not_configured",
+      'SUPABASE_SECRET_KEYS is not JSON of keys by name, such as {"default": "sb_secret_…"}',
+    );
   }
-  throw new JobError("not_configured", 'SUPABASE_SECRET_KEYS is not JSON with a "default" key');
 }

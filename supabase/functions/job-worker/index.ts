@@ -1,7 +1,7 @@
 import { z } from "zod";
 import "../_app/handlers.ts"; // one that does not load shows when the function starts, not when a job comes
 import { describeIssue } from "../_shared/attempt.ts";
-import { requiredEnv } from "../_shared/database.ts";
+import { requireDatabase, requiredEnv } from "../_shared/database.ts";
 import { retirement, shutdown, surviveUncaughtErrors } from "../_shared/edge_runtime.ts";
 import { errorText } from "../_shared/errors.ts";
 import { problem, readJson, refuseOtherMethods, refuseWithoutCronSecret } from "../_shared/http.ts";
@@ -25,6 +25,13 @@ Deno.serve(async (request) => {
   const parsed = requestBody.safeParse(read.body);
   if (!parsed.success) return problem(400, "Bad request", describeIssue(parsed.error.issues[0]));
   const { wait, ...options } = parsed.data;
+  // Before the 202: only an answer that says so shows in job_dispatch_health().
+  try {
+    requireDatabase();
+  } catch (error) {
+    log("error", "not_configured", { error: errorText(error) });
+    return problem(500, "Not configured", "This function is not configured; its log says what to do.");
+  }
 
   if (wait) {
     try {
