@@ -523,8 +523,7 @@ begin
     'The tick takes such jobs back: mend it. If it holds, somebody keeps the job''s row locked: look in pg_stat_activity.' end;
 end $$;
 
--- Jobs of a day that died because no worker knew their kind. Through the ids, which begin with the time: there is no index
--- for it, and none is worth its cost.
+-- Jobs of the last day that died because no worker knew their kind: see declare_job_kinds.
 create function private.check_kinds(out ok boolean, out detail text, out todo text)
 language plpgsql
 set search_path = pg_catalog, pg_temp
@@ -532,20 +531,19 @@ set enable_seqscan = off
 set jit = off
 as $$
 declare
-  yesterday constant uuid := rpad(lpad(
-    to_hex((extract(epoch from clock_timestamp() - interval '1 day') * 1000)::bigint), 12, '0'), 32, '0');
   unknown text;
 begin
-  select string_agg(distinct f.kind, ', ') into unknown
+  select string_agg(distinct d.kind, ', ') into unknown
   from (
-    select * from public.job_failures l where l.job_id > yesterday order by l.job_id desc limit 10000
-  ) f
-  join public.jobs j on j.id = f.job_id and j.status = 'dead'
-  where f.retry_at is null and f.error like 'unknown_kind: %';
+    select j.kind from public.jobs j
+    where j.status = 'dead' and j.last_error like 'unknown_kind:%'
+      and j.finished_at > (select clock_timestamp()) - interval '1 day'
+    limit 10000
+  ) d;
   ok := unknown is null;
   detail := case when ok then 'none is unknown' else 'unknown to the worker that had them: ' || left(unknown, 300) end;
   todo := case when not ok then
-    'Deploy the functions that know them and run those dead jobs again; or delete those jobs, if the kind is a slip.' end;
+    'Deploy the functions that know them: the first worker that does puts those jobs back. If the kind is a slip, delete them.' end;
 end $$;
 
 revoke all on function private.check_extensions, private.vault_secret, private.check_project_url, private.check_cron_secret,
