@@ -117,8 +117,8 @@ grant select, insert, update, delete on private.awake_workers to service_role;
 -- A worker that dispatch has started gives `awake_for` (an interval): it gets nothing while dispatch is off, and promises to
 -- claim again within that time, which spares the project a poke per enqueue. A claim that fills up, or one for no time,
 -- takes the promise back, since such a worker takes no more work for now. At most 1000 jobs, the most rows that REST gives back. Raises 22023 naming the argument that is not usable.
--- `alone`: a worker was lost with this job, and not for the first time or with one attempt left. It may be what ends
--- workers, so it must run with nothing beside it, or it takes the attempts of other jobs with it.
+-- `suspect`: a worker was lost with this job, and not for the first time or with one attempt left. It may be what ends
+-- workers, so a process runs one such job at a time, or it takes the attempts of those it was lost with along.
 create function public.claim_jobs(
   worker text,
   max_jobs int default 10,
@@ -128,7 +128,7 @@ create function public.claim_jobs(
   except_kinds text[] default null
 ) returns table (
   id uuid, kind text, payload jsonb, attempts int, max_attempts int, lease_token int, context jsonb,
-  created_at timestamptz, lease_expires_at timestamptz, timeout_ms int, alone boolean
+  created_at timestamptz, lease_expires_at timestamptz, timeout_ms int, suspect boolean
 )
 language plpgsql
 set search_path = pg_catalog, pg_temp

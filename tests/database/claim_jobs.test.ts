@@ -29,16 +29,16 @@ Deno.test("a claimed job is leased to the worker, and the attempt is counted", a
     created_at: row.created_at,
     lease_expires_at: row.lease_expires_at,
     timeout_ms: 45000,
-    alone: false,
+    suspect: false,
   });
   assert.deepEqual([row.status, row.attempts, row.lease_token, row.locked_by], ["running", 1, 1, "worker 1"]);
   assert.equal(Math.round((row.lease_expires_at - row.locked_at) / 1000), 90);
   assert.deepEqual(await claim(db.sql), []);
 });
 
-Deno.test("a job whose worker was lost at its second attempt or later, or before its last, is to run alone", async () => {
+Deno.test("a job whose worker was lost at its second attempt or later, or before its last, is a suspect", async () => {
   const lost = "lease expired: worker w neither finished the job nor extended its lease by …";
-  const cases: [attempts: number, max: number | null, error: string | null, alone: boolean][] = [
+  const cases: [attempts: number, max: number | null, error: string | null, suspect: boolean][] = [
     [0, 1, null, false],
     [1, null, lost, false],
     [2, null, lost, true],
@@ -46,12 +46,12 @@ Deno.test("a job whose worker was lost at its second attempt or later, or before
     [4, 9, lost, true],
     [2, null, "Error: no such luck", false],
   ];
-  for (const [attempts, max, error, alone] of cases) {
+  for (const [attempts, max, error, suspect] of cases) {
     const id = await enqueue(db.sql);
     await db
       .sql`update jobs set attempts = ${attempts}, max_attempts = ${max}, last_error = ${error} where id = ${id}`;
-    const claimed = only(await db.sql`select alone from claim_jobs('w', 1)`);
-    assert.equal(claimed.alone, alone, `${attempts} of ${max}, ${error}`);
+    const claimed = only(await db.sql`select suspect from claim_jobs('w', 1)`);
+    assert.equal(claimed.suspect, suspect, `${attempts} of ${max}, ${error}`);
   }
 });
 

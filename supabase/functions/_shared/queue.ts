@@ -15,7 +15,7 @@ const claimedJob = z.object({
   created_at: z.string(),
   lease_expires_at: z.string(),
   timeout_ms: z.number(),
-  alone: z.boolean(),
+  suspect: z.boolean(),
 }).transform((row) => ({
   id: row.id,
   kind: row.kind,
@@ -27,7 +27,7 @@ const claimedJob = z.object({
   createdAt: row.created_at,
   leaseExpiresAt: row.lease_expires_at,
   timeoutMs: row.timeout_ms,
-  alone: row.alone,
+  suspect: row.suspect,
 }));
 const ids = z.array(z.string());
 

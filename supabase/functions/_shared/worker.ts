@@ -17,8 +17,8 @@ const AWAKE_FOR_SECONDS = 1;
  */
 const STOP_MS = 2_000;
 const WALL_CLOCK_STOP_MS = 10_000;
-/** How long others have to take a job that must run alone, when this isolate has one such job already. */
-const ALONE_ELSEWHERE_SECONDS = 5;
+/** For how long a suspect is given back while this isolate runs another. */
+const SUSPECT_DELAY_SECONDS = 1;
 
 export interface WorkOptions {
   /** Only these kinds; all by default. */
@@ -51,14 +51,13 @@ export interface WorkReport {
 interface Pool {
   hasRoom(): boolean;
   nudge(): void;
-  /** Whether it has claimed anything beside this job, or may be about to. */
-  isBusyBeside(entry: Held): boolean;
+  held: Set<Held>;
 }
 const pools = new Set<Pool>();
 const MAX_POOLS = 4;
 
-/** The job that runs with nothing beside it in this isolate, or waits to: meanwhile nothing is claimed. */
-let loner: Held | undefined;
+/** The job that this isolate runs although it may be what ends workers: one at a time. */
+let suspect: Held | undefined;
 
 /**
  * For a poke: has a running pool of this isolate look now, or starts another when all are full and fewer than four run.
@@ -92,13 +91,12 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   let claimed = 0;
   let accepting = true;
   let takesAll = true;
-  let claiming = false;
   let gaveUp: unknown;
 
   const pool: Pool = {
     hasRoom: () => accepting && takesAll && running < slots && claimed < maxJobs,
     nudge: () => bell.ring(),
-    isBusyBeside: (entry) => claiming || held.size > (held.has(entry) ? 1 : 0),
+    held,
   };
   pools.add(pool);
   signal?.addEventListener("abort", bell.ring);
@@ -157,7 +155,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
       // While its promise stands nobody pokes, so a successor takes over; but not from one that had nothing to do.
       if (!claims) return full || (lingers && claimed > 0);
       takesAll = claims.exceptKinds?.length === 0;
-      if (running >= slots || loner) {
+      if (running >= slots) {
         await bell.wait();
         continue;
       }
@@ -165,7 +163,6 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
       const room = Math.min(slots - running, maxJobs - claimed);
       const calledAt = performance.now();
       let jobs: ClaimedJob[];
-      claiming = true;
       try {
         jobs = await claimJobs(worker, {
           maxJobs: room,
@@ -183,8 +180,6 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
         }
         await bell.wait(100 * 2 ** failures);
         continue;
-      } finally {
-        claiming = false;
       }
       for (const job of jobs) start(job, calledAt);
       claimed += jobs.length;
@@ -233,7 +228,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
     for (const earlier of held) if (earlier.job.id === job.id) stop(earlier, "lost");
     held.add(entry);
     running++;
-    const outcome = job.alone ? await attemptAlone(entry) : await attempt(app, entry);
+    const outcome = job.suspect ? await attemptSuspect(entry) : await attempt(app, entry);
     entry.ended = true;
     running--;
     bell.ring();
@@ -241,18 +236,19 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   }
 
   /**
-   * Runs a job that may be what ends workers when all else in this isolate is over and settled: if it does so again, it takes
-   * nothing with it. While it waits or runs nothing is claimed, and another of its sort is given back for others to take.
+   * Runs a job that may be what ends workers, when no other such job is in this isolate: those that it was lost with are
+   * given back first, or it would take an attempt of each with it again and again.
    */
-  async function attemptAlone(entry: Held): Promise<Outcome> {
-    if (loner) return { stopped: "released", delay: ALONE_ELSEWHERE_SECONDS };
-    loner = entry;
+  async function attemptSuspect(entry: Held): Promise<Outcome> {
+    if (suspect) return { stopped: "released", delay: SUSPECT_DELAY_SECONDS };
+    suspect = entry;
     try {
-      do await sleep(POLL_MS); while (!entry.stopped && [...pools].some((each) => each.isBusyBeside(entry)));
+      const isBesideOthers = () =>
+        [...pools].some(({ held }) => [...held].some((other) => other !== entry && other.job.suspect));
+      do await sleep(POLL_MS); while (!entry.stopped && isBesideOthers());
       return await attempt(app, entry);
     } finally {
-      loner = undefined;
-      for (const each of pools) each.nudge();
+      suspect = undefined;
     }
   }
 
