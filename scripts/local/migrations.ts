@@ -1,16 +1,19 @@
 import { join } from "node:path";
 
+/** The Supabase CLI of package.json. */
+export const supabaseCli = join(import.meta.dirname ?? ".", "../../node_modules/.bin/supabase");
+
 /**
- * Applies the migrations with the Supabase CLI, as postgres, and with them the Vault secrets that config.toml names from
- * `env`. Throws when one fails, with its file, line and Postgres's message.
+ * Applies the migrations with the Supabase CLI (2 or 3), as postgres, and with them the Vault secrets that config.toml
+ * names from `env`. Throws when one fails, with its file, line and Postgres's message.
  */
 export async function pushMigrations(
   projectDir: string,
   databaseUrl: string,
   env: Record<string, string>,
+  cli = supabaseCli,
 ): Promise<void> {
   // sslmode: the CLI asks for TLS wherever the port is not the one in config.toml.
-  const cli = join(import.meta.dirname ?? ".", "../../node_modules/.bin/supabase");
   const { success, stdout, stderr } = await new Deno.Command(cli, {
     args: ["db", "push", "--yes", "--workdir", projectDir, "--db-url", `${databaseUrl}?sslmode=disable`],
     env: { ...env, DO_NOT_TRACK: "1" },

@@ -1,6 +1,7 @@
 import assert from "node:assert/strict";
 import { join } from "node:path";
 import postgres from "postgres";
+import { recordManagementApi } from "../deploy/management_api.ts";
 import { projectDir } from "../support.ts";
 import { makeClone } from "./clone.ts";
 
@@ -13,19 +14,9 @@ function blocks(language: string): string[] {
     .map(([, indent = "", text = ""]) => text.replaceAll(new RegExp(`^${indent}`, "gm"), "").trim());
 }
 
-const ref = "abcdefghijklmnopqrst";
-
 Deno.test("the README", async (t) => {
   await using clone = await makeClone();
-  const api = recordManagementApi();
-  await Deno.writeTextFile(
-    join(clone.dir, "profile.yaml"),
-    `name: test\napi_url: ${api.url}\ndashboard_url: ${api.url}\nproject_host: localhost\n`,
-  );
-  const env = {
-    SUPABASE_PROFILE: join(clone.dir, "profile.yaml"),
-    SUPABASE_ACCESS_TOKEN: `sbp_${"0".repeat(40)}`,
-  };
+  await using api = await recordManagementApi();
   const databaseUrl = `postgresql://postgres:postgres@127.0.0.1:${clone.env.LOCAL_DB_PORT}/postgres`;
 
   for (const command of blocks("sh").flatMap((block) => block.split("\n"))) {
@@ -36,25 +27,18 @@ Deno.test("the README", async (t) => {
         return;
       }
       // There is no hosted database here: the push goes to the local one, where it finds nothing to do.
-      const target = command === "npx supabase db push"
-        ? ` --yes --db-url '${databaseUrl}?sslmode=disable'`
-        : "";
-      const { code, output } = await clone.run(command.replace("<ref>", ref) + target, env);
+      const target = `--yes --db-url '${databaseUrl}?sslmode=disable'`;
+      const { code, output } = await clone.run(
+        command.replace("<ref>", api.ref).replace("--linked", target),
+        api.env,
+      );
       assert.equal(code, 0, output);
     });
   }
 
   await t.step("what was deployed: three functions and their secrets", () => {
-    const deployed = api.requests.filter((request) =>
-      request.startsWith("POST") && request.includes("/functions/deploy")
-    );
-    for (const name of ["job-worker", "webhook-inbox", "drain"]) {
-      assert.ok(
-        deployed.some((request) => request.includes(`slug=${name}`)),
-        `${name} in ${api.requests.join("\n")}`,
-      );
-    }
-    assert.ok(api.requests.includes(`POST /v1/projects/${ref}/secrets`));
+    for (const name of ["job-worker", "webhook-inbox", "drain"]) assert.ok(api.uploads.has(name), name);
+    assert.ok(api.secrets.CRON_SECRET);
   });
 
   await t.step("the SQL examples run on the local database", async () => {
@@ -103,42 +87,4 @@ Deno.test("the README", async (t) => {
       assert.equal(complete.code, 0, complete.output);
     },
   );
-
-  await api.stop();
 });
-
-/** Supabase's management API as far as link, secrets set and functions deploy ask it. */
-function recordManagementApi() {
-  const requests: string[] = [];
-  const server = Deno.serve({ hostname: "127.0.0.1", port: 0, onListen() {} }, async (request) => {
-    const { pathname, search } = new URL(request.url);
-    await request.arrayBuffer();
-    requests.push(`${request.method} ${pathname}${search}`);
-    if (pathname === `/v1/projects/${ref}`) {
-      return Response.json({
-        id: ref,
-        ref,
-        name: "example",
-        organization_id: "o",
-        organization_slug: "o",
-        region: "us-east-1",
-        created_at: "2026-01-01T00:00:00Z",
-        status: "ACTIVE_HEALTHY",
-        database: {
-          host: `db.${ref}.localhost`,
-          version: "17.4.1",
-          postgres_engine: "17",
-          release_channel: "ga",
-        },
-      });
-    }
-    if (pathname.endsWith("/api-keys")) return Response.json([{ name: "anon", api_key: "a" }]);
-    if (pathname.endsWith("/functions/deploy")) {
-      const slug = new URLSearchParams(search).get("slug");
-      return Response.json({ id: slug, slug, name: slug, status: "ACTIVE", version: 1 }, { status: 201 });
-    }
-    if (pathname.endsWith("/secrets")) return Response.json({}, { status: 201 });
-    return Response.json(pathname.endsWith("/functions") ? [] : {});
-  });
-  return { url: `http://127.0.0.1:${server.addr.port}`, requests, stop: () => server.shutdown() };
-}
