@@ -4,7 +4,7 @@
 --   tick  pg_cron runs private.tick() every 10 seconds: it rescues expired leases, and pokes workers if jobs are ready.
 --
 -- A poke is an HTTP request that says "look now". It may be lost or doubled: all state is in the tables, and the tick
--- finds what a lost poke leaves. An idle project makes no function calls.
+-- finds what a lost poke leaves. An idle project makes no function calls, but for those that job_dispatch_health() asks for.
 --
 -- The wake may never fail, block or slow an enqueue. It takes no lock that another enqueue could hold, and writes nothing
 -- but the poke: it reads whether a worker has promised to look by itself, or a poke is queued already, and otherwise
@@ -377,9 +377,10 @@ begin
     else 'The tick does not end: look in pg_stat_activity for what holds it up, or restart the database.' end;
 end $$;
 
--- Has job-worker tried, at most once a minute whoever asks; every ten seconds while it does not work, so that what has been
--- mended shows. This poke asks for jobs of a kind that cannot exist, and for an answer when the worker has looked: to any
--- other poke it answers before it has been to the database. False when one was sent a moment ago; raises why none can be.
+-- Has job-worker tried, at most every 40 seconds whoever asks, which with the 15 that a poke may take makes a minute; every
+-- ten while it does not work, so that what has been mended shows. This poke asks for jobs of a kind that cannot exist, and
+-- for an answer when the worker has looked: to any other poke it answers before it has been to the database. False when one
+-- was sent a moment ago; raises why none can be.
 create function private.try_worker(works boolean) returns boolean
 language plpgsql
 set search_path = pg_catalog, pg_temp
@@ -394,7 +395,7 @@ begin
   if private.count_queued_pokes() > 0 or exists (
     select from private.pokes p
     where p.reason = 'health'
-      and p.poked_at > clock_timestamp() - case when try_worker.works then interval '1 minute' else interval '10 seconds' end
+      and p.poked_at > clock_timestamp() - case when try_worker.works then interval '40 seconds' else interval '10 seconds' end
   ) then
     return false;
   end if;
