@@ -47,6 +47,8 @@ Deno.test.beforeAll(async () => {
   env.RESEND_BASE_URL = resendUrl = `http://127.0.0.1:${port}`;
   stack = await startTestStack({ dispatch: false, app: "supabase/functions/_app", env });
 });
+// A retry of an earlier test's may be due by now.
+Deno.test.beforeEach(async () => void await stack.sql`delete from jobs where true`);
 Deno.test.afterAll(async () => {
   await stack[Symbol.asyncDispose]();
   resend.closeAllConnections();
@@ -134,6 +136,22 @@ Deno.test("429 and 5xx are tried again when Retry-After says, or after the kind'
     assert(row.status === "pending" && row.wait >= least && row.wait <= most, JSON.stringify([headers, row]));
     assert.match(row.last_error, new RegExp(`Error: Resend answered ${status}: rate_limit_exceeded: `));
   }
+});
+
+Deno.test("mails that a rate limit refuses again come back spread over minutes, none before Retry-After", async () => {
+  answer = refuse(429, "rate_limit_exceeded", { "Retry-After": "7" });
+  const ids = await Promise.all(Array.from({ length: 20 }, () => enqueue()));
+  const { sql } = stack;
+  for (const _attempt of [1, 2]) {
+    await sql`update jobs set available_at = clock_timestamp() where id = any (${ids})`;
+    await (await stack.call("job-worker", { wait: true })).body?.cancel();
+  }
+  const waits = (await sql`
+    select extract(epoch from available_at - updated_at)::float as wait from jobs where id = any (${ids}) and attempts = 2`)
+    .map(({ wait }) => wait);
+  assert.equal(waits.length, 20);
+  const [least, most] = [Math.min(...waits), Math.max(...waits)];
+  assert(least >= 6.9 && most <= 127.1 && most - least > 30, `waits from ${least} to ${most} s`);
 });
 
 Deno.test("Retry-After is read as RFC 9110 has it, and anything else is not taken for a time", () => {
@@ -269,10 +287,11 @@ Deno.test("a connection that breaks is tried again with the same key and the sam
     assert.match(broken.last_error, /^\w*Error: /);
     answer = () => Response.json({ id: "mail-2" });
     assert.deepEqual((await attempt(id)).result, { id: "mail-2" });
-    const [first, second] = calls;
-    assert.equal(calls.length, 2);
-    assert.deepEqual(second?.body, first?.body);
-    assert.deepEqual(calls.map(({ headers }) => headers.get("Idempotency-Key")), [id, id]);
+    // More than two where Deno itself sends again what a kept connection has swallowed.
+    assert(calls.length >= 2);
+    for (const { headers, body } of calls) {
+      assert.deepEqual([headers.get("Idempotency-Key"), body], [id, calls[0]?.body]);
+    }
   }
 });
 

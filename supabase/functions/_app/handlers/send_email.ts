@@ -45,8 +45,13 @@ export const sendEmail: HandlerOf<"send_email"> = async ({ to, template, data },
     ![408, 429].includes(response.status) &&
     name !== "concurrent_idempotent_requests";
   if (permanent) throw new PermanentError(error);
-  // Not at once, whatever it says: that would use up all attempts within a second.
-  throw retryAfter === undefined ? new Error(error) : new RetryAfterError(Math.max(1, retryAfter), error);
+  if (retryAfter === undefined) throw new Error(error);
+  // A limit refuses many at once and tells them the same second: those that it refuses again come back spread over 2, 4, 8 …
+  // minutes, or a burst would use up all its attempts against it within seconds. (100 mails at 2 a second: 88 were dead.)
+  const spread = response.status === 429 && job.attempts > 1
+    ? Math.random() * 60 * 2 ** (job.attempts - 1)
+    : 0;
+  throw new RetryAfterError(Math.max(1, retryAfter) + Math.min(spread, 3_600), error);
 };
 
 const MAX_ANSWER_BYTES = 16 * 1024;
