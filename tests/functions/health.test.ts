@@ -47,7 +47,9 @@ async function ask(name: string): Promise<Item> {
 
 /** Asks until the item is as told, a minute after whatever was found out before. */
 async function untilItem(name: string, ok: boolean, detail = /(?:)/, todo = /(?:)/): Promise<void> {
-  await stack.sql`update private.pokes set poked_at = poked_at - interval '1 minute' where true`;
+  await stack.sql`
+    update private.pokes set poked_at = poked_at - interval '1 minute'
+    where request_id not in (select id from net.http_request_queue)`;
   let last: Item | undefined;
   await until(`${name} ${ok ? "is" : "is not"} ok: ${detail}, ${todo}`, async () => {
     last = await ask(name);
@@ -102,7 +104,6 @@ Deno.test("a project_url where somebody else listens shows, whatever he answers,
     [() => new Response("<h1>Not Found</h1>", { status: 404, ...html }), / 404 <h1>/, /check project_url/],
     [() => new Response("<h1>It works!</h1>", html), / 200 <h1>/, /not job-worker's answer/],
     [({ url }) => Response.redirect(`${url}/elsewhere`, 301), / 405 /, /project_url.*redirects/],
-    [({ headers }) => Response.json([...headers]), / 200 .*Bearer …/, /not job-worker's answer/],
     [() => Response.json({ accepted: true }, { status: 202 }), / 202 /, /not job-worker's answer/],
   ];
   await setSecrets({ project_url: `http://127.0.0.1:${stranger.addr.port}` });
