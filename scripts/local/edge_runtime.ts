@@ -21,8 +21,13 @@ async function end(): Promise<void> {
   ending = true;
   dispatchEvent(new CustomEvent("beforeunload", { detail: { reason: "termination" } }));
   const late = new Promise((resolve) => setTimeout(resolve, SHUTDOWN_MS));
-  await Promise.race([Promise.allSettled(pending), late]);
+  await Promise.race([settled(), late]);
   Deno.exit(0);
+}
+
+/** Also what is handed to waitUntil meanwhile is waited for. */
+async function settled(): Promise<void> {
+  while (pending.size > 0) await Promise.allSettled(pending);
 }
 
 Deno.addSignalListener("SIGTERM", end);

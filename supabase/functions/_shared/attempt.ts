@@ -22,7 +22,10 @@ export interface Held {
 }
 
 /** How an attempt ended, before the database has heard of it. `delay`: seconds before it is claimed again. */
-export type Outcome = { completed: unknown } | { failed: Omit<Failure, "id" | "leaseToken"> } | {
+export type Outcome = { completed: unknown } | {
+  failed: Omit<Failure, "id" | "leaseToken">;
+  thrown?: unknown;
+} | {
   stopped: "lost" | "released";
   delay?: number;
 };
@@ -80,6 +83,7 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
         permanent: error instanceof PermanentError,
         retryIn: error instanceof RetryAfterError ? error.seconds : undefined,
       },
+      thrown: error,
     };
   } finally {
     cancelTimeout();

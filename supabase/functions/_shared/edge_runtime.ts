@@ -30,10 +30,10 @@ function signalOf(type: string): AbortSignal {
 export function surviveUncaughtErrors(): void {
   addEventListener("unhandledrejection", (event) => {
     event.preventDefault();
-    log("error", "unhandled_rejection", { error: errorText(event.reason) });
+    log("error", "unhandled_rejection", { error: errorText(event.reason) }, event.reason);
   });
   addEventListener("error", (event) => {
     event.preventDefault();
-    log("error", "uncaught_error", { error: errorText(event.error) });
+    log("error", "uncaught_error", { error: errorText(event.error) }, event.error);
   });
 }

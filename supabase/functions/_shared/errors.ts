@@ -1,3 +1,5 @@
+import { secretFilter } from "./secrets.ts";
+
 /**
  * What the functions of this template throw. `code` is the SQLSTATE of a database error (listed in the first migration), a
  * PGRST code of the database's API, `unreachable` when that gave no usable answer, `too_large` when it refused the size,
@@ -26,21 +28,30 @@ export class RetryAfterError extends Error {
 const MAX_ERROR_LENGTH = 10_000;
 
 /**
- * What a handler threw, as the text for last_error: name, message and the causes below it, at most 10,000 characters.
- * Never throws: anything can be thrown, also null or an object whose properties throw.
+ * What was thrown, as a text for last_error, the log and Sentry: name, message and the causes below it, at most `maxLength`
+ * (10,000) characters, with this function's secrets replaced by their names. Never throws: anything can be thrown, also
+ * null or an object whose properties throw.
  */
-export function errorText(thrown: unknown): string {
+export function errorText(thrown: unknown, maxLength = MAX_ERROR_LENGTH): string {
   let text: string;
   try {
     text = describe(thrown, 0);
   } catch {
     text = "the thrown value cannot be read";
   }
-  // Postgres's text holds no U+0000.
-  text = text.replaceAll("\u0000", "\\u0000").toWellFormed();
-  return text.length <= MAX_ERROR_LENGTH
-    ? text
-    : `${text.slice(0, MAX_ERROR_LENGTH).toWellFormed()}… (cut, ${text.length} characters in all)`;
+  return safeText(text, maxLength);
+}
+
+/** A text without this function's secrets and without what Postgres's text cannot hold, cut after `maxLength` characters. */
+export function safeText(text: string, maxLength: number): string {
+  const secrets = secretFilter();
+  const isCut = text.length > maxLength + secrets.longest;
+  // A text that is far too long is not searched to its end. The last secret in the rest may then be an incomplete one.
+  let safe = secrets.replace(text.slice(0, maxLength + secrets.longest));
+  if (isCut) safe = safe.slice(0, Math.max(0, safe.length - secrets.longest));
+  const cut = isCut || safe.length > maxLength;
+  safe = safe.slice(0, maxLength).replaceAll("\u0000", "\ufffd").toWellFormed();
+  return cut ? `${safe}… (cut, ${text.length} characters in all)` : safe;
 }
 
 function describe(thrown: unknown, depth: number): string {

@@ -1,9 +1,31 @@
+import type {} from "./edge_runtime.ts"; // declares EdgeRuntime
+import { errorText } from "./errors.ts";
+
 /**
  * Writes one line of JSON to the function's log. Fields name things (job id, kind, attempt) and carry error texts; they
- * never carry secrets or payloads.
+ * never carry secrets or payloads. With SENTRY_DSN set, an error is reported to Sentry as well, in the background, with
+ * `thrown`, if something was, as its exception.
  */
-export function log(level: "info" | "error", event: string, fields: Record<string, unknown> = {}): void {
+export function log(
+  level: "info" | "error",
+  event: string,
+  fields: Record<string, unknown> = {},
+  thrown?: unknown,
+): void {
+  writeLine(level, event, fields);
+  if (level === "error" && Deno.env.get("SENTRY_DSN")) report(event, fields, thrown);
+}
+
+/** The line alone. */
+export function writeLine(level: "info" | "error", event: string, fields: Record<string, unknown>): void {
   const line = JSON.stringify({ level, event, ...fields });
   if (level === "error") console.error(line);
   else console.log(line);
+}
+
+function report(event: string, fields: Record<string, unknown>, thrown: unknown): void {
+  const reporting = import("./sentry.ts").then((sentry) => sentry.report(event, fields, thrown))
+    .catch((error) => writeLine("error", "report_failed", { events: 1, error: errorText(error) }));
+  // The isolate stays until it is sent. Another runtime than Supabase's has no such promise to keep.
+  if (typeof EdgeRuntime !== "undefined") EdgeRuntime.waitUntil(reporting);
 }

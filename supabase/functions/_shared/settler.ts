@@ -21,6 +21,7 @@ interface Completion {
 interface Failing {
   entry: Held;
   failed: Omit<Failure, "id" | "leaseToken">;
+  thrown?: unknown;
 }
 
 /** A batch that takes longer than this no longer holds up the next. */
@@ -53,7 +54,7 @@ export function createSettler(held: Set<Held>, results: Settled[]) {
       const releases: { entry: Held; delay?: number }[] = [];
       for (const { entry, outcome } of batch) {
         if ("completed" in outcome) completions.push({ entry, result: outcome.completed });
-        else if ("failed" in outcome) failures.push({ entry, failed: outcome.failed });
+        else if ("failed" in outcome) failures.push({ entry, ...outcome });
         else if (outcome.stopped === "released") releases.push({ entry, delay: outcome.delay });
         else settled(entry, "lost");
       }
@@ -77,13 +78,13 @@ export function createSettler(held: Set<Held>, results: Settled[]) {
   }
 
   function fail(batch: Failing[]): Promise<void> {
-    for (const { entry: { job }, failed } of batch) {
+    for (const { entry: { job }, failed, thrown } of batch) {
       log("error", "attempt_failed", {
         id: job.id,
         kind: job.kind,
         attempt: job.attempts,
         error: failed.error,
-      });
+      }, thrown);
     }
     return call(
       batch,
@@ -127,14 +128,14 @@ export function createSettler(held: Set<Held>, results: Settled[]) {
           log("error", "settle_given_up", {
             ids: batch.map(({ entry }) => entry.job.id),
             error: errorText(error),
-          });
+          }, error);
           for (const one of batch) await giveUp(one, error);
           return;
         }
         log("error", "settle_repeated", {
           ids: batch.map(({ entry }) => entry.job.id),
           error: errorText(error),
-        });
+        }, error);
         await sleep(delayMs);
       }
     }

@@ -110,7 +110,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   try {
     const declared = declareJobKinds(app.kinds).then((fresh) => timeouts = fresh);
     if (timeouts) {
-      declared.catch((error) => log("error", "declare_job_kinds_failed", { error: errorText(error) }));
+      declared.catch((error) => log("error", "declare_job_kinds_failed", { error: errorText(error) }, error));
     } else await declared;
     for (const [kind, timeoutMs] of timeouts ?? []) {
       if (timeoutMs <= lifetimeMs) continue;
@@ -173,7 +173,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
         });
         failures = 0;
       } catch (error) {
-        log("error", "claim_failed", { worker, error: errorText(error) });
+        log("error", "claim_failed", { worker, error: errorText(error) }, error);
         if (++failures === 5) {
           gaveUp = error;
           return false;
@@ -285,7 +285,12 @@ async function extendLeases(held: Set<Held>): Promise<void> {
         await Promise.all(halves(entries).map(extend));
         return;
       }
-      log("error", "heartbeat_failed", { ids: entries.map(({ job }) => job.id), error: errorText(error) });
+      log(
+        "error",
+        "heartbeat_failed",
+        { ids: entries.map(({ job }) => job.id), error: errorText(error) },
+        error,
+      );
       for (const entry of entries) {
         if (performance.now() >= entry.leaseEndsAt) stop(entry, "lost");
       }

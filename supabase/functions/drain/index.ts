@@ -26,7 +26,7 @@ Deno.serve(async (request) => {
     }
     return Response.json({ schedules: 0, queues, budgetExhausted: backlog, errors });
   } catch (error) {
-    log("error", "drain_failed", { error: errorText(error) });
+    log("error", "drain_failed", { error: errorText(error) }, error);
     return problem(500, "The drain failed", "The function's log says why.");
   }
 });

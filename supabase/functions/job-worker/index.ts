@@ -38,7 +38,7 @@ Deno.serve(async (request) => {
       const { results } = await workJobs({ ...options, signal: shutdown, retirement });
       return Response.json({ processed: results.length, results });
     } catch (error) {
-      log("error", "worker_failed", { error: errorText(error) });
+      log("error", "worker_failed", { error: errorText(error) }, error);
       return problem(500, "The worker failed", "The function's log says why.");
     }
   }
@@ -57,7 +57,7 @@ async function workOn(options: { kinds?: string[]; maxJobs?: number }): Promise<
       onBacklog: options.maxJobs ? undefined : onBacklog,
     });
   } catch (error) {
-    log("error", "worker_failed", { error: errorText(error) });
+    log("error", "worker_failed", { error: errorText(error) }, error);
   }
 }
 
@@ -74,6 +74,6 @@ async function wakeSuccessor(kinds?: string[]): Promise<void> {
     await response.body?.cancel();
     if (!response.ok) throw new Error(`the poke was answered ${response.status}`);
   } catch (error) {
-    log("error", "successor_not_woken", { error: errorText(error) });
+    log("error", "successor_not_woken", { error: errorText(error) }, error);
   }
 }

@@ -1,0 +1,81 @@
+const SECRET_NAME = /KEY|SECRET|TOKEN|PASS|CREDENTIAL|DSN|DB_URL|DATABASE_URL/i;
+/** What is shorter may stand in any text by chance. */
+const MIN_LENGTH = 12;
+
+export interface SecretFilter {
+  /** Puts `[NAME]` in place of each secret in a text. */
+  replace(text: string): string;
+  /** The length of the longest text that is replaced. */
+  longest: number;
+}
+
+let filter: SecretFilter | undefined;
+
+/** The filter of this function's own environment, made at the first call. */
+export function secretFilter(): SecretFilter {
+  return filter ??= createSecretFilter(Deno.env.toObject());
+}
+
+/**
+ * Makes what keeps secrets out of texts: the values of variables whose name says that they are secret, each part of a list
+ * or of JSON in them, and the password inside any URL; plain, or encoded as in a URL, in JSON or in base64. Values of fewer
+ * than 12 characters stay.
+ */
+export function createSecretFilter(env: Record<string, string>): SecretFilter {
+  const names = new Map<string, string>();
+  for (const [name, value] of Object.entries(env)) {
+    for (const secret of secretsIn(name, value)) {
+      if (secret.length < MIN_LENGTH) continue;
+      for (const form of formsOf(secret)) if (!names.has(form)) names.set(form, name);
+    }
+  }
+  // The longest first: a secret may be a part of another.
+  const forms = [...names].sort(([a], [b]) => b.length - a.length);
+  return {
+    longest: forms[0]?.[0].length ?? 0,
+    replace: (text) => forms.reduce((rest, [form, name]) => rest.replaceAll(form, `[${name}]`), text),
+  };
+}
+
+function secretsIn(name: string, value: string): string[] {
+  const secrets: string[] = [];
+  for (const [, user = "", password = ""] of value.matchAll(/:\/\/([^\s/:@]*):?([^\s/@]*)@/g)) {
+    secrets.push(password, decoded(password));
+    // A DSN's key stands where others have a user.
+    if (/DSN/i.test(name)) secrets.push(user);
+  }
+  if (SECRET_NAME.test(name)) secrets.push(value, ...value.split(/[\s,;]+/), ...stringsInJson(value));
+  return secrets;
+}
+
+function stringsInJson(text: string): string[] {
+  const strings: string[] = [];
+  try {
+    JSON.parse(text, (_, value) => {
+      if (typeof value === "string") strings.push(value);
+    });
+  } catch {
+    // It is not JSON.
+  }
+  return strings;
+}
+
+function decoded(text: string): string {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
+function formsOf(secret: string): string[] {
+  const forms = [secret, encodeURIComponent(secret.toWellFormed()), JSON.stringify(secret).slice(1, -1)];
+  const bytes = String.fromCharCode(...new TextEncoder().encode(secret));
+  // Base64 looks different at each place in a group of three bytes. What depends on the neighbours too is left out.
+  for (const before of [0, 1, 2]) {
+    const base64 = btoa("\0".repeat(before) + bytes)
+      .slice(Math.ceil(before * 4 / 3), Math.floor((before + bytes.length) * 4 / 3));
+    forms.push(base64, base64.replaceAll("+", "-").replaceAll("/", "_"));
+  }
+  return forms;
+}
