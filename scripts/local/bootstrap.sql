@@ -14,7 +14,11 @@ grant anon, authenticated, service_role to authenticator;
 create role postgres login createdb createrole replication bypassrls password 'postgres';
 grant anon, authenticated, service_role, authenticator, pg_monitor, pg_read_all_data, pg_signal_backend
   to postgres with admin option;
-grant pg_create_subscription to postgres;
+do $$ begin
+  if exists (select from pg_roles where rolname = 'pg_create_subscription') then -- since Postgres 16
+    grant pg_create_subscription to postgres;
+  end if;
+end $$;
 grant execute on function pg_reload_conf() to postgres;
 alter database postgres owner to postgres;
 

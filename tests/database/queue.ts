@@ -89,6 +89,12 @@ export async function rowText(sql: postgres.Sql, id: string): Promise<string> {
   return only(await sql<{ text: string }[]>`select j::text as text from jobs j where id = ${id}`).text;
 }
 
+/** An interval that no time can be moved by: Postgres has infinite ones since version 17. */
+export async function endlessInterval(sql: postgres.Sql): Promise<string> {
+  const { version } = only(await sql`select current_setting('server_version_num')::int as version`);
+  return version >= 170000 ? "infinity" : "178000000 years";
+}
+
 /** Moves the leases of all running jobs so that they have run out. */
 export async function expireLeases(sql: postgres.Sql): Promise<void> {
   await sql`update jobs set lease_expires_at = clock_timestamp() - interval '1 second' where status = 'running'`;
