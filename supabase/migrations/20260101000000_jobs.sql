@@ -24,10 +24,16 @@
 -- Only service_role may read or call any of it. Functions are executable by PUBLIC from birth and default privileges
 -- differ from project to project, so every file revokes first and then grants by name.
 
-create schema private;
-revoke all on schema private from public, anon, authenticated;
+-- An app may have this schema already, as Supabase's guides advise: its grants stay, and what is put here is closed by itself.
+do $$
+begin
+  if to_regnamespace('private') is null then
+    create schema private;
+    revoke all on schema private from public, anon, authenticated;
+    comment on schema private is 'Parts of the job queue that are not for callers. REST does not expose it.';
+  end if;
+end $$;
 grant usage on schema private to service_role;
-comment on schema private is 'Parts of the job queue that are not for callers. REST does not expose it.';
 
 create table public.jobs (
   -- A version 7 UUID (RFC 9562, section 5.7) whose 12 bits after the milliseconds are their fraction, so that ids rise

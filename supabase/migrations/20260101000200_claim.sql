@@ -20,7 +20,7 @@ create unlogged table private.turn (
   kind text not null
 );
 alter table private.turn enable row level security;
-revoke all on private.turn from public, anon, authenticated;
+revoke all on private.turn from public, anon, authenticated, service_role;
 grant select, insert, update on private.turn to service_role;
 
 -- Up to 32 kinds that have pending jobs, due or not, from the one after `start` on and round again.
@@ -99,7 +99,7 @@ create table private.dispatch (
 );
 insert into private.dispatch default values;
 alter table private.dispatch enable row level security;
-revoke all on private.dispatch from public, anon, authenticated;
+revoke all on private.dispatch from public, anon, authenticated, service_role;
 grant select on private.dispatch to service_role;
 
 -- Workers that have promised to look for work by themselves until awake_until: while one has, an enqueue need not poke.
@@ -109,7 +109,7 @@ create unlogged table private.awake_workers (
   awake_until timestamptz not null
 );
 alter table private.awake_workers enable row level security;
-revoke all on private.awake_workers from public, anon, authenticated;
+revoke all on private.awake_workers from public, anon, authenticated, service_role;
 grant select, insert, update, delete on private.awake_workers to service_role;
 
 -- Claims up to `max_jobs` due jobs for `lease_seconds`, of any kind but `except_kinds`, or of `kinds` alone, and counts an

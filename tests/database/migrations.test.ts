@@ -2,7 +2,9 @@ import assert from "node:assert/strict";
 import { join } from "node:path";
 import postgres from "postgres";
 import { projectDir, templateMigrations } from "../support.ts";
+import { installPostgres15 } from "../postgres_15/install.ts";
 import { type BareDatabase, startBareServer } from "./bare.ts";
+import { sqlApi, useContract } from "./contract.ts";
 import { only } from "./queue.ts";
 
 const read = (path: string) => Deno.readTextFile(join(projectDir, path));
@@ -19,16 +21,16 @@ async function files(folder: string, extension: string): Promise<string[]> {
 
 /** Runs one job from enqueue to completion. */
 async function workOneJob(sql: postgres.Sql): Promise<void> {
-  const { id } = only(await sql`select enqueue_job('test') as id`);
-  const claimed = only(await sql`select id, lease_token from claim_jobs('w')`);
+  const { id } = only(await sql`select public.enqueue_job('test') as id`);
+  const claimed = only(await sql`select id, lease_token from public.claim_jobs('w')`);
   assert.equal(claimed.id, id);
-  assert.equal(only(await sql`select complete_job(${id}, ${claimed.lease_token}) as held`).held, true);
+  assert.equal(only(await sql`select public.complete_job(${id}, ${claimed.lease_token}) as held`).held, true);
 }
 
 /** What the Supabase CLI's advisors find, at the level of a warning or above. */
 async function advise(db: BareDatabase): Promise<{ success: boolean; output: string }> {
   const { success, stdout, stderr } = await new Deno.Command(join(projectDir, "node_modules/.bin/supabase"), {
-    args: ["db", "advisors", "--fail-on", "warn", "--db-url", `${db.url}?sslmode=disable`],
+    args: ["db", "advisors", "--fail-on", "warn", "--db-url", `${db.url("postgres")}?sslmode=disable`],
     env: { DO_NOT_TRACK: "1" },
     stdin: "null",
   }).output();
@@ -55,41 +57,86 @@ function withoutWhere(sql: string): string[] {
   return found;
 }
 
-Deno.test("the migrations, applied with the real CLI", async (t) => {
-  await using server = await startBareServer();
-  const app = await server.createDatabase("app");
-  // Whatever variable config.toml reads a secret from gets a value of its own.
-  const env: Record<string, string> = {};
-  const vault = (await read("supabase/config.toml")).match(/^\[db\.vault\]$([^[]*)/m)?.[1] ?? "";
-  for (const [, name, variable] of vault.matchAll(/^(\w+) = "env\((\w+)\)"$/gm)) {
-    assert.ok(name && variable);
-    env[variable] = name === "project_url" ? "http://api.test:8000" : `value-of-${name}-${"x".repeat(32)}`;
-  }
+/** What an app may have before it gets the template: tables, and functions and a schema of the same names. */
+async function createApp({ sql, admin }: BareDatabase): Promise<void> {
+  await sql.unsafe(`
+    create table public.profiles (id uuid primary key default gen_random_uuid(), name text);
+    insert into public.profiles (name) values ('Ada');
+    create table public.orders (id int primary key, profile uuid references public.profiles, kind text, status text);
+    create function public.tick() returns text language sql set search_path = '' as $$ select 'the app''s' $$;
+    create function public.wake() returns trigger language plpgsql set search_path = '' as $$ begin new.status := 'woken'; return new; end $$;
+    create trigger wake before insert on public.orders for each row execute function public.wake();
 
-  await t.step(
-    "postgres, who is no superuser, applies them beside the tables that an app has already",
-    async () => {
-      const { rolsuper } = only(await app.sql`select rolsuper from pg_roles where rolname = current_user`);
-      assert.equal(rolsuper, false);
-      await app.sql`create table profiles (id uuid primary key, name text)`;
-      await app.sql`insert into profiles values (gen_random_uuid(), 'Ada')`;
-      await app.push(env);
-      assert.equal(only(await app.sql`select name from profiles`).name, "Ada");
-      const owners = await app.sql`
+    create schema app;
+    create table app.jobs (id int primary key, status text);
+    create table app.job_kinds (kind int);
+    create domain app.uuid as text check (value = 'never');
+    create function app.enqueue_job(kind text) returns text language sql set search_path = '' as $$ select 'the app''s' $$;
+    create function app.claim_jobs(worker text) returns text language sql set search_path = '' as $$ select 'the app''s' $$;
+    create function app.clock_timestamp() returns timestamptz language sql set search_path = '' as $$ select '2000-01-01'::timestamptz $$;
+
+    create schema private;
+    grant usage on schema private to authenticated;
+    create function private.is_owner() returns boolean language sql security definer set search_path = '' as $$ select true $$;
+    alter table public.orders enable row level security;
+    create policy own on public.orders to authenticated using (private.is_owner());
+    grant select on public.orders to authenticated;
+
+    do $$ begin execute format('alter role postgres in database %I set search_path = app, public', current_database()); end $$;
+  `).simple();
+  // What takes a superuser here: row level security for every new table, and every table replicated, as both are offered.
+  await admin.unsafe(`
+    create function public.secure_new_table() returns event_trigger language plpgsql set search_path = '' as $$
+    declare
+      made record;
+    begin
+      for made in select object_identity from pg_event_trigger_ddl_commands() where object_type = 'table' and schema_name = 'public' loop
+        execute format('alter table %s enable row level security', made.object_identity);
+      end loop;
+    end $$;
+    create event trigger secure_new_tables on ddl_command_end when tag in ('CREATE TABLE')
+      execute function public.secure_new_table();
+    create publication everything for all tables;
+  `).simple();
+}
+
+/** Applies the migrations twice to a database that holds an app already, and works a job. */
+async function testPush(t: Deno.TestContext, app: BareDatabase, env: Record<string, string>): Promise<void> {
+  await t.step("postgres, who is no superuser, applies them beside what an app has already", async () => {
+    const { rolsuper } = only(await app.sql`select rolsuper from pg_roles where rolname = current_user`);
+    assert.equal(rolsuper, false);
+    await createApp(app);
+    await app.push(env);
+    const owners = await app.sql`
       select distinct pg_get_userbyid(relowner) as owner from pg_class
       where relnamespace in ('public'::regnamespace, 'private'::regnamespace)`;
-      assert.deepEqual(owners.map(({ owner }) => owner), ["postgres"]);
-      await workOneJob(app.sql);
-    },
-  );
+    assert.deepEqual(owners.map(({ owner }) => owner), ["postgres"]);
+    await workOneJob(app.sql);
+  });
+
+  await t.step("the app's own tables, functions and schema are as they were", async () => {
+    const { sql } = app;
+    assert.equal(only(await sql`select name from public.profiles`).name, "Ada");
+    await sql`insert into public.orders (id, kind) values (1, 'book')`;
+    assert.equal(only(await sql`select status from public.orders`).status, "woken");
+    assert.deepEqual(
+      { ...only(await sql`select public.tick() as a, app.enqueue_job('x') as b, app.claim_jobs('w') as c`) },
+      { a: "the app's", b: "the app's", c: "the app's" },
+    );
+    const user = await app.as("authenticated");
+    assert.equal((await user`select private.is_owner()`).length, 1);
+    assert.equal((await user`select * from public.orders`).length, 1);
+  });
 
   await t.step("a second push does nothing", async () => {
     const state = async () =>
       (await app.sql`
-      select 'function' as what, oid::text from pg_proc where pronamespace = 'public'::regnamespace
-      union all select 'relation', oid::text from pg_class where relnamespace = 'public'::regnamespace
+      select 'function' as what, oid::text from pg_proc
+      where pronamespace in ('public'::regnamespace, 'private'::regnamespace)
+      union all select 'relation', oid::text || xmin from pg_class
+      where relnamespace in ('public'::regnamespace, 'private'::regnamespace)
       union all select 'version', version from supabase_migrations.schema_migrations
-      union all select 'job', id::text from jobs
+      union all select 'job', id::text from public.jobs
       order by 1, 2`).map(({ what, oid }) => `${what} ${oid}`);
     const before = await state();
     await app.push(env);
@@ -100,6 +147,24 @@ Deno.test("the migrations, applied with the real CLI", async (t) => {
       versions.map((each) => `version ${each}`),
     );
   });
+}
+
+/** A value for each variable that config.toml reads one of Vault's secrets from. */
+async function vaultVariables(): Promise<Record<string, string>> {
+  const env: Record<string, string> = {};
+  const vault = (await read("supabase/config.toml")).match(/^\[db\.vault\]$([^[]*)/m)?.[1] ?? "";
+  for (const [, name, variable] of vault.matchAll(/^(\w+) = "env\((\w+)\)"$/gm)) {
+    assert.ok(name && variable);
+    env[variable] = name === "project_url" ? "http://api.test:8000" : `value-of-${name}-${"x".repeat(32)}`;
+  }
+  return env;
+}
+
+Deno.test("the migrations, applied with the real CLI", async (t) => {
+  await using server = await startBareServer();
+  const app = await server.createDatabase("app");
+  const env = await vaultVariables();
+  await testPush(t, app, env);
 
   await t.step(
     "a secret goes by the name in config.toml through Vault into the header of the poke",
@@ -172,6 +237,43 @@ Deno.test("the migrations, applied with the real CLI", async (t) => {
     await assert.rejects(service`select enable_dispatch()`, { code: "55000", message: /pg_cron/ });
     await service`select disable_dispatch()`;
     await assert.rejects(db.sql`select private.tick()`, { code: "55000", message: /pg_net/ });
+  });
+});
+
+Deno.test("on Postgres 15 as well", async (t) => {
+  await using server = await startBareServer(await installPostgres15());
+  const app = await server.createDatabase("app");
+  const { version } = only(
+    await app.sql`select current_setting('server_version_num')::int / 10000 as version`,
+  );
+  assert.equal(version, 15);
+  const env = await vaultVariables();
+  await testPush(t, app, env);
+
+  await t.step("every function of every migration does what it does on 17", async () => {
+    const db = await server.createDatabase("path");
+    await db.admin`alter database path set track_functions = 'all'`;
+    await db.push(env);
+    const owner = await db.sql.reserve();
+    const service = await db.as("service_role");
+    await useContract(sqlApi(service));
+    await service`select pg_stat_force_next_flush()`;
+
+    await owner`delete from net.http_request_queue`;
+    await owner`delete from private.awake_workers`; // the promise of the claim above
+    await owner`insert into jobs (kind) values ('test')`;
+    assert.equal((await owner`select from net.http_request_queue`).count, 1, "the wake pokes");
+    await owner`select private.tick()`;
+    await owner`select private.prune_cron_history()`;
+    const health =
+      await owner`select item, ok from job_dispatch_health() where item in ('extensions', 'cron_secret')`;
+    assert.deepEqual(health.map(({ ok }) => ok), [true, true]);
+    await owner`select pg_stat_force_next_flush()`;
+    const unused = await owner`
+      select p.oid::regproc::text as name from pg_proc p left join pg_stat_user_functions s on s.funcid = p.oid
+      where p.pronamespace in ('public'::regnamespace, 'private'::regnamespace) and coalesce(s.calls, 0) = 0`;
+    assert.deepEqual(unused.map(({ name }) => name), []);
+    owner.release();
   });
 });
 

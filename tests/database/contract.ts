@@ -1,0 +1,107 @@
+import assert from "node:assert/strict";
+import postgres from "postgres";
+import { only } from "./queue.ts";
+
+/** What service_role may do, said once for both ways in: SQL and REST. */
+
+type Row = Record<string, postgres.JSONValue>;
+
+export interface Api {
+  /** Calls a function with named arguments and gives back its rows, as JSON has them. */
+  call<T>(name: string, args?: Row): Promise<T[]>;
+  insert(table: string, rows: Row[]): Promise<void>;
+  read<T>(table: string, column: string, value: string): Promise<T[]>;
+  update(table: string, column: string, value: string, set: Row): Promise<void>;
+  remove(table: string, column: string, value: string): Promise<void>;
+}
+
+/** Through a connection that has become service_role. */
+export function sqlApi(sql: postgres.Sql): Api {
+  return {
+    async call<T>(name: string, args: Row = {}) {
+      const list = Object.keys(args).map((arg, i) => `${arg} => $${i + 1}`).join(", ");
+      const rows = await sql.unsafe<{ row: T }[]>(
+        `select to_jsonb(r) as row from public.${name}(${list}) r`,
+        Object.values(args),
+      );
+      return rows.map(({ row }) => row);
+    },
+    async insert(table, rows) {
+      await sql`insert into ${sql(table)} ${sql(rows)}`;
+    },
+    async read<T>(table: string, column: string, value: string) {
+      const rows = await sql<{ row: T }[]>`
+        select to_jsonb(t) as row from ${sql(table)} t where ${sql(column)} = ${value}`;
+      return rows.map(({ row }) => row);
+    },
+    async update(table, column, value, set) {
+      await sql`update ${sql(table)} set ${sql(set)} where ${sql(column)} = ${value}`;
+    },
+    async remove(table, column, value) {
+      await sql`delete from ${sql(table)} where ${sql(column)} = ${value}`;
+    },
+  };
+}
+
+/** Through REST, with these headers. Throws what it answers when that is an error. */
+export function restApi(apiUrl: string, headers: Record<string, string>): Api {
+  async function send<T>(method: string, path: string, body?: unknown): Promise<T[]> {
+    const response = await fetch(`${apiUrl}/rest/v1/${path}`, {
+      method,
+      headers: { ...headers, "Content-Type": "application/json" },
+      body: JSON.stringify(body),
+    });
+    const text = await response.text();
+    assert.ok(response.ok, `${method} ${path}: ${response.status} ${text}`);
+    const answer = text === "" ? [] : JSON.parse(text);
+    return Array.isArray(answer) ? answer : [answer];
+  }
+  return {
+    call: <T>(name: string, args = {}) => send<T>("POST", `rpc/${name}`, args),
+    insert: async (table, rows) => {
+      await send("POST", table, rows);
+    },
+    read: <T>(table: string, column: string, value: string) =>
+      send<T>("GET", `${table}?${column}=eq.${value}`),
+    update: async (table, column, value, set) => {
+      await send("PATCH", `${table}?${column}=eq.${value}`, set);
+    },
+    remove: async (table, column, value) => {
+      await send("DELETE", `${table}?${column}=eq.${value}`);
+    },
+  };
+}
+
+/** Does everything that the contract lets service_role do, on a database without jobs; each call once at least. */
+export async function useContract(api: Api): Promise<void> {
+  await api.insert("jobs", [{ kind: "test", priority: 1 }]);
+  for (let i = 0; i < 4; i++) await api.call("enqueue_job", { kind: "test", delay: "0 s", context: {} });
+  // Enough kinds for the claim to take turns.
+  await api.insert("jobs", Array.from({ length: 40 }, (_, n) => ({ kind: `kind_${n}` })));
+  const jobs = await api.call<{ id: string; lease_token: number }>("claim_jobs", {
+    worker: "w",
+    max_jobs: 100,
+    awake_for: "1 second",
+  });
+  assert.ok(jobs.length >= 32, `claimed ${jobs.length}`);
+  const [a, b, c, d, e] = jobs.map(({ id, lease_token }) => ({ id, lease_token, error: "x" }));
+  assert.ok(a && b && c && d && e);
+  assert.equal((await api.call("extend_jobs", { leases: [a] })).length, 1);
+  assert.deepEqual(await api.call("complete_jobs", { completions: [a] }), [a.id]);
+  const one = ({ id, lease_token }: typeof a) => ({ id, lease_token });
+  assert.deepEqual(await api.call("complete_job", one(b)), [true]);
+  assert.equal((await api.call("fail_jobs", { failures: [c] })).length, 1);
+  assert.deepEqual(await api.call("fail_job", { ...one(d), error: "x" }), ["pending"]);
+  assert.deepEqual(await api.call("release_jobs", { releases: [e] }), [e.id]);
+  await api.update("jobs", "status", "running", { lease_expires_at: "2020-01-01T00:00:00Z" });
+  const rescued = only(await api.call<number>("rescue_expired_jobs"));
+  assert.ok(rescued > 0);
+  assert.equal((await api.call("declare_job_kinds", { declarations: [{ kind: "test" }] })).length, 1);
+  await api.update("job_kinds", "kind", "test", { max_attempts: 3 });
+  assert.equal((await api.read("job_failures", "error", "x")).length, 2);
+  await api.remove("jobs", "status", "succeeded");
+  assert.equal((await api.read("jobs", "status", "succeeded")).length, 0);
+  await api.call("disable_dispatch");
+  await api.call("enable_dispatch");
+  assert.ok((await api.call("job_dispatch_health")).length > 0);
+}
