@@ -1,7 +1,11 @@
 import assert from "node:assert/strict";
 import postgres from "postgres";
+import { startGateway } from "../../scripts/local/gateway.ts";
+import { signJwt } from "../../scripts/local/jwt.ts";
+import { makeKeys } from "../../scripts/local/keys.ts";
 import { createDatabase } from "../support.ts";
 import { startBareServer } from "./bare.ts";
+import { restApi, sqlApi, useContract } from "./contract.ts";
 import { only, setUpDispatch, sharedDatabase } from "./queue.ts";
 
 const db = sharedDatabase();
@@ -20,111 +24,336 @@ const securityDefiners = [
   "public.job_dispatch_health",
 ];
 
-/** Everything of one sort in the template's schemas, whatever it is called. */
+/** What there is in the template's schemas, whatever it is called: what a later migration adds is looked at as well. */
+interface Relation {
+  schema: string;
+  name: string;
+  kind: string;
+  secured: boolean;
+  columns: string[];
+}
+interface Routine {
+  schema: string;
+  name: string;
+  trigger: boolean;
+  definer: boolean;
+  settings: string[] | null;
+  args: { name: string; type: string }[];
+}
 const relations = (sql: postgres.Sql) =>
-  sql<{ name: string; secured: boolean; kind: string }[]>`
-    select c.oid::regclass::text as name, c.relrowsecurity as secured, c.relkind as kind
-    from pg_class c
-    where c.relnamespace in ('public'::regnamespace, 'private'::regnamespace) and c.relkind in ('r', 'p', 'v', 'm', 'f', 'S')
-    order by 1`;
-const functions = (sql: postgres.Sql) =>
-  sql<{ oid: number; name: string; settings: string[] | null; definer: boolean }[]>`
-    select p.oid::int, n.nspname || '.' || p.proname as name, p.proconfig as settings, p.prosecdef as definer
+  sql<Relation[]>`
+    select n.nspname as schema, c.relname as name, c.relkind as kind, c.relrowsecurity as secured,
+      array(select a.attname::text from pg_attribute a where a.attrelid = c.oid and a.attnum > 0) as columns
+    from pg_class c join pg_namespace n on n.oid = c.relnamespace
+    where n.nspname in ('public', 'private') and c.relkind in ('r', 'p', 'v', 'm', 'f', 'S')
+    order by 1, 2`;
+const routines = (sql: postgres.Sql) =>
+  sql<Routine[]>`
+    select n.nspname as schema, p.proname as name, p.prorettype = 'trigger'::regtype as trigger,
+      p.prosecdef as definer, p.proconfig as settings,
+      (select coalesce(json_agg(json_build_object('name', a.name, 'type', format_type(a.type, null)) order by a.n), '[]')
+        from unnest(coalesce(p.proallargtypes, p.proargtypes::oid[]), p.proargnames, p.proargmodes::text[])
+          with ordinality a(type, name, mode, n)
+        where a.mode is null or a.mode in ('i', 'b', 'v')) as args
     from pg_proc p join pg_namespace n on n.oid = p.pronamespace
     where n.nspname in ('public', 'private')
-    order by 2`;
+    order by 1, 2`;
 
-/** What the API's roles may do with the template: it should be nothing. */
+/** For each type of an argument something to call with, so that a refusal is about the caller: as SQL and as JSON. */
+const samples: Record<string, [sql: string, json: postgres.JSONValue]> = {
+  bigint: ["1", 1],
+  boolean: ["true", true],
+  integer: ["1", 1],
+  interval: ["'1 second'", "1 second"],
+  jsonb: ["'[]'", []],
+  text: ["'test'", "test"],
+  "text[]": ["'{test}'", ["test"]],
+  "timestamp with time zone": ["'2030-01-01 00:00:00Z'", "2030-01-01T00:00:00Z"],
+  uuid: ["gen_random_uuid()", crypto.randomUUID()],
+  "uuid[]": ["'{}'", []],
+};
+function sampleFor({ name, type }: { name: string; type: string }) {
+  const sample = samples[type];
+  assert.ok(sample && name, `samples lacks the type ${type} of the argument ${name}`);
+  return { name, type, sql: sample[0], json: sample[1] };
+}
+
+/** What the API's roles may do with the template, by Postgres's own account: it should be nothing. */
 async function openings(sql: postgres.Sql): Promise<string[]> {
+  const found = await sql<{ opening: string }[]>`
+    with things as (
+      select c.oid, c.relkind, c.oid::regclass::text as name from pg_class c
+      where c.relnamespace in ('public'::regnamespace, 'private'::regnamespace)
+    ), rights as (
+      select 'select, insert, update, delete, truncate, references, trigger'
+        || case when current_setting('server_version_num')::int >= 170000 then ', maintain' else '' end as on_tables
+    )
+    select role || ': ' || opening as opening from unnest(${apiRoles}::text[]) role
+    cross join lateral (
+      select t.name as opening from things t cross join rights
+      where t.relkind in ('r', 'p', 'v', 'm', 'f')
+        and (has_table_privilege(role, t.oid, rights.on_tables)
+          or has_any_column_privilege(role, t.oid, 'select, insert, update, references'))
+      union all
+      select t.name from things t where t.relkind = 'S' and has_sequence_privilege(role, t.oid, 'usage, select, update')
+      union all
+      select n.nspname || '.' || p.proname || '()' from pg_proc p join pg_namespace n on n.oid = p.pronamespace
+      where n.nspname in ('public', 'private') and has_function_privilege(role, p.oid, 'execute')
+      union all
+      select 'schema private' where has_schema_privilege(role, 'private', 'usage, create')
+    ) o
+    order by 1`;
+  return found.map(({ opening }) => opening);
+}
+
+/** Every way to use each table, sequence and function, as SQL. */
+async function uses(sql: postgres.Sql): Promise<string[]> {
   const found: string[] = [];
-  for (const role of apiRoles) {
-    for (const { name, kind } of await relations(sql)) {
-      const rights = kind === "S" ? "usage, select, update" : "insert, update, select, references";
-      const check = kind === "S" ? "has_sequence_privilege" : "has_any_column_privilege";
-      const { allowed } = only(
-        await sql.unsafe(`select ${check}($1, $2, $3) as allowed`, [role, name, rights]),
+  for (const { schema, name, kind, columns } of await relations(sql)) {
+    const full = `${schema}.${name}`;
+    if (kind === "S") found.push(`select nextval('${full}')`, `select * from ${full}`);
+    else {
+      found.push(
+        `insert into ${full} default values`,
+        `update ${full} set ${columns[0]} = default where true`,
+        `delete from ${full} where true`,
+        `truncate ${full}`,
+        ...columns.map((column) => `select ${column} from ${full}`),
       );
-      const { whole } = kind === "S" ? { whole: false } : only(
-        await sql`select has_table_privilege(${role}, ${name}, 'delete, truncate, trigger, maintain') as whole`,
-      );
-      if (allowed || whole) found.push(`${role}: ${name}`);
     }
-    for (const { oid, name } of await functions(sql)) {
-      const { allowed } = only(
-        await sql`select has_function_privilege(${role}, ${oid}::oid, 'execute') as allowed`,
-      );
-      if (allowed) found.push(`${role}: ${name}()`);
-    }
-    const { usage } = only(
-      await sql`select has_schema_privilege(${role}, 'private', 'usage, create') as usage`,
-    );
-    if (usage) found.push(`${role}: schema private`);
+  }
+  for (const { schema, name, args } of await routines(sql)) {
+    const list = args.map(sampleFor).map((arg) => `${arg.name} => ${arg.sql}::${arg.type}`);
+    found.push(`select ${schema}.${name}(${list.join(", ")})`);
   }
   return found;
 }
 
-/** Everything that the contract lets service_role do. */
-async function useAsServiceRole(api: postgres.Sql): Promise<void> {
-  await api`insert into jobs (kind, payload) values ('test', '{}')`;
-  for (let i = 0; i < 4; i++) await api`select enqueue_job('test')`;
-  await api`insert into jobs (kind) select 'kind_' || n from generate_series(1, 40) n`; // enough to take turns
-  const jobs = await api`select id, lease_token from claim_jobs('w', 100, awake_for => '1 second')`;
-  assert.ok(jobs.length >= 32);
-  const [a, b, c, d, e] = jobs.map(({ id, lease_token }) => ({ id, lease_token, error: "x" }));
-  assert.ok(a && b && c && d && e);
-  assert.equal((await api`select extend_jobs(${api.json([a])})`).count, 1);
-  assert.equal((await api`select complete_jobs(${api.json([a])})`).count, 1);
-  assert.equal(only(await api`select complete_job(${b.id}, ${b.lease_token}) as held`).held, true);
-  assert.equal((await api`select fail_jobs(${api.json([c])})`).count, 1);
-  assert.equal(only(await api`select fail_job(${d.id}, ${d.lease_token}, 'x') as status`).status, "pending");
-  assert.equal((await api`select release_jobs(${api.json([e])})`).count, 1);
-  await api`update jobs set lease_expires_at = clock_timestamp() - interval '1 s' where status = 'running'`;
-  assert.ok(only(await api`select rescue_expired_jobs() as n`).n > 0);
-  assert.equal((await api`select * from declare_job_kinds('[{"kind": "test"}]')`).count, 1);
-  await api`update job_kinds set max_attempts = 3 where kind = 'test'`;
-  assert.equal((await api`select * from job_failures where error = 'x'`).count, 2);
-  await api`delete from jobs where status = 'succeeded'`;
-  await api`select disable_dispatch()`;
-  await api`select enable_dispatch()`;
-  assert.ok((await api`select * from job_dispatch_health()`).length > 0);
+type Key = Record<string, string>;
+
+/** Sends a request and gives back its status and the error's code. */
+async function ask(
+  apiUrl: string,
+  key: Key,
+  method: string,
+  path: string,
+  body?: unknown,
+  headers: Key = {},
+) {
+  const response = await fetch(`${apiUrl}/rest/v1/${path}`, {
+    method,
+    headers: { ...key, ...headers, "Content-Type": "application/json" },
+    body: body === undefined ? undefined : JSON.stringify(body),
+  });
+  const text = await response.text();
+  const code = /"code":"(\w+)"/.exec(text)?.[1] ??
+    /error=(\w+)/.exec(response.headers.get("proxy-status") ?? "")?.[1];
+  return { what: `${method} ${path}`, answer: `${response.status} ${code}` };
 }
 
-Deno.test("where new things are granted to everyone, anon and authenticated still get nothing", async () => {
-  const grants = await db.sql`select from pg_default_acl where defaclacl::text like '%anon=%'`;
-  assert.ok(grants.count >= 3, "this database grants tables, functions and sequences by default");
-  assert.ok((await relations(db.sql)).length >= 7 && (await functions(db.sql)).length >= 15);
-  assert.deepEqual(await openings(db.sql), []);
-  const api = db.connect("authenticator", { max: 1 });
-  await api`set role service_role`;
-  await useAsServiceRole(api);
-});
-
-Deno.test("where new things are granted to nobody, service_role can still do all that it must", async () => {
-  await using server = await startBareServer();
-  const db = await server.createDatabase("closed");
-  for (const sort of ["tables", "functions", "sequences"]) {
-    await db.sql.unsafe(`
-      alter default privileges in schema public revoke all on ${sort} from anon, authenticated, service_role`);
+/** What each request over REST to the template's tables and functions in public is answered. */
+async function askForEverything(sql: postgres.Sql, apiUrl: string, key: Key) {
+  const found: { what: string; answer: string }[] = [];
+  for (const { name, columns } of (await relations(sql)).filter(({ schema }) => schema === "public")) {
+    const [column] = columns;
+    for (const each of columns) found.push(await ask(apiUrl, key, "GET", `${name}?select=${each}`));
+    found.push(
+      await ask(apiUrl, key, "GET", name),
+      await ask(apiUrl, key, "HEAD", name, undefined, { Prefer: "count=exact" }),
+      await ask(apiUrl, key, "POST", name, {}),
+      await ask(apiUrl, key, "POST", name, {}, { Prefer: "return=representation" }),
+      await ask(apiUrl, key, "POST", name, {}, { Prefer: "resolution=merge-duplicates" }),
+      await ask(apiUrl, key, "PATCH", `${name}?${column}=not.is.null`, { [column ?? ""]: null }),
+      await ask(apiUrl, key, "DELETE", `${name}?${column}=not.is.null`),
+    );
   }
-  await db.push();
-  assert.deepEqual(await openings(db.sql), []);
-  await useAsServiceRole(await db.as("service_role"));
+  return [...found, ...await callEverything(sql, apiUrl, key)];
+}
+
+async function callEverything(sql: postgres.Sql, apiUrl: string, key: Key) {
+  const found: { what: string; answer: string }[] = [];
+  for (const { schema, name, trigger, args } of await routines(sql)) {
+    if (schema !== "public" || trigger) continue;
+    const body = Object.fromEntries(args.map(sampleFor).map((arg) => [arg.name, arg.json]));
+    found.push(await ask(apiUrl, key, "POST", `rpc/${name}`, body));
+  }
+  return found;
+}
+
+/** What service_role has no use for stays the database's own: the secret, the pokes, the switch. */
+async function assertDispatchIsClosed(service: postgres.Sql): Promise<void> {
+  const refused = [
+    "select private.worker_endpoint()",
+    "select private.poke('wake')",
+    "select private.tick()",
+    "select private.prune_cron_history()",
+    "select * from private.pokes",
+    "update private.dispatch set enabled = false where true",
+  ];
+  for (const query of refused) await assert.rejects(service.unsafe(query), { code: "42501" }, query);
+}
+
+/** How projects differ: what each grants, before the first migration, on what will be created. */
+const projects: Record<string, string> = {
+  "grants all that is new to the API's roles, as projects do that are older than 2026": "",
+  "grants nothing of what is new, as auto_expose_new_tables = false leaves it": `
+    alter default privileges in schema public
+      revoke select, insert, update, delete on tables from anon, authenticated, service_role;
+    alter default privileges in schema public revoke usage, select on sequences from anon, authenticated, service_role;
+    alter default privileges in schema public revoke execute on functions from anon, authenticated, service_role;
+    alter default privileges revoke execute on functions from public;`,
+  "has been hardened until new things belong to their owner alone": `
+    alter default privileges in schema public revoke all on tables from anon, authenticated, service_role;
+    alter default privileges in schema public revoke all on sequences from anon, authenticated, service_role;
+    alter default privileges in schema public revoke all on functions from anon, authenticated, service_role;
+    alter default privileges revoke execute on functions from public;
+    alter default privileges revoke usage on types from public;
+    revoke usage on schema public from public, anon, authenticated;`,
+  // Schema public is open to all where the database has come from Postgres 14; schema private is what Supabase's guides
+  // have an app make for its own functions.
+  "grants everything to everyone, and has opened a schema private of its own": `
+    alter default privileges grant all on tables to public, anon, authenticated, service_role;
+    alter default privileges grant all on functions to public, anon, authenticated, service_role;
+    alter default privileges grant all on sequences to public, anon, authenticated, service_role;
+    alter default privileges grant all on schemas to public, anon, authenticated, service_role;
+    grant create on schema public to public;
+    create schema private;
+    alter default privileges in schema private grant all on tables to public, anon, authenticated, service_role;
+    alter default privileges in schema private grant all on functions to public, anon, authenticated, service_role;
+    alter default privileges in schema private grant all on sequences to public, anon, authenticated, service_role;
+    grant usage on schema private to public, anon, authenticated, service_role;`,
+};
+
+Deno.test("whatever a project grants by default, only service_role gets in, in SQL and over REST", async (t) => {
+  await using server = await startBareServer();
+  const keys = await makeKeys();
+  const exp = Math.floor(Date.now() / 1000) + 3600;
+  const user = await signJwt({ role: "authenticated", sub: crypto.randomUUID(), exp }, keys.jwtSecret);
+  const service: Key = { apikey: keys.secretKey };
+  const outsiders: [who: string, key: Key, refusal: string][] = [
+    ["anon", { apikey: keys.publishableKey }, "401 42501"],
+    ["a user", { apikey: keys.publishableKey, Authorization: `Bearer ${user}` }, "403 42501"],
+  ];
+  for (const [i, [project, sql]] of Object.entries(projects).entries()) {
+    await t.step(`a project that ${project}`, async () => {
+      const db = await server.createDatabase(`project_${i}`);
+      await db.sql.unsafe(sql).simple();
+      await db.push();
+      const ours = (opening: string) =>
+        !sql.includes("create schema private") || !opening.includes("schema private");
+      assert.deepEqual((await openings(db.sql)).filter(ours), []);
+
+      for (const role of apiRoles) {
+        const api = await db.as(role);
+        const refused = await uses(db.sql);
+        assert.ok(refused.length >= 80);
+        for (const use of refused) {
+          await assert.rejects(api.unsafe(use), { code: "42501" }, `${role}: ${use}`);
+        }
+      }
+      const role = await db.as("service_role");
+      await assertDispatchIsClosed(role);
+      await useContract(sqlApi(role));
+
+      const gateway = await startGateway({
+        port: 0,
+        databaseUrl: db.url("authenticator"),
+        keys,
+        functions: {},
+      });
+      const apiUrl = `http://127.0.0.1:${gateway.port}`;
+      try {
+        for (const [who, key, refusal] of outsiders) {
+          const answers = await askForEverything(db.sql, apiUrl, key);
+          assert.ok(answers.length >= 50);
+          for (const { what, answer } of answers) assert.equal(answer, refusal, `${who}: ${what}`);
+        }
+        await db.sql`truncate jobs, job_failures, job_kinds, private.turn`;
+        await useContract(restApi(apiUrl, service));
+        for (const { what, answer } of await callEverything(db.sql, apiUrl, service)) {
+          assert.ok(!/42501|PGRST/.test(answer), `${what}: ${answer}`);
+        }
+      } finally {
+        await gateway.stop();
+      }
+    });
+  }
 });
 
-Deno.test("the check above finds a table, a column, a sequence and a function that are open", async () => {
+Deno.test("schema private is not there over REST, named or not, for any key", async () => {
+  const keys = await makeKeys();
+  const gateway = await startGateway({ port: 0, databaseUrl: db.url("authenticator"), keys, functions: {} });
+  const apiUrl = `http://127.0.0.1:${gateway.port}`;
+  const hidden = (await relations(db.sql)).filter(({ schema }) => schema === "private").map(({ name }) =>
+    name
+  );
+  const uncallable = (await routines(db.sql)).filter(({ schema }) => schema === "private");
+  assert.ok(hidden.length >= 4 && uncallable.length >= 8);
+  const named = { "Accept-Profile": "private", "Content-Profile": "private" };
+  try {
+    for (const key of [{ apikey: keys.publishableKey }, { apikey: keys.secretKey }]) {
+      for (const name of hidden) {
+        for (const [method, body] of [["GET"], ["POST", {}], ["PATCH", { one: true }], ["DELETE"]] as const) {
+          const { what, answer } = await ask(apiUrl, key, method, `${name}?one=is.true`, body, named);
+          assert.equal(answer, "406 PGRST106", what);
+        }
+        for (const path of [name, `private.${name}`]) {
+          assert.equal((await ask(apiUrl, key, "GET", path)).answer, "404 PGRST205", path);
+        }
+      }
+      for (const { name, args } of uncallable) {
+        const body = Object.fromEntries(args.map(sampleFor).map((arg) => [arg.name, arg.json]));
+        for (const [headers, expected] of [[named, "406 PGRST106"], [{}, "404 PGRST202"]] as const) {
+          const { what, answer } = await ask(apiUrl, key, "POST", `rpc/${name}`, body, headers);
+          assert.equal(answer, expected, what);
+        }
+      }
+    }
+  } finally {
+    await gateway.stop();
+  }
+});
+
+Deno.test("the checks above find a table, a column, a sequence and a function that are open", async () => {
   await using db = await createDatabase();
   await db.sql`create table private.left_open (a int, b serial)`;
   await db.sql`grant select (a) on private.left_open to anon`;
   await db.sql`grant usage on sequence private.left_open_b_seq to authenticated`;
   await db.sql`create function public.left_open() returns int language sql as 'select 1'`;
+  await db.sql`create view public.left_open as select 1 as one`;
+  assert.deepEqual(await openings(db.sql), [
+    "anon: left_open",
+    "anon: private.left_open",
+    "anon: public.left_open()",
+    "authenticated: left_open",
+    "authenticated: private.left_open_b_seq",
+    "authenticated: public.left_open()",
+  ]);
+  const all = await uses(db.sql);
+  for (
+    const use of [
+      "select one from public.left_open",
+      "select public.left_open()",
+      "select b from private.left_open",
+    ]
+  ) {
+    assert.ok(all.includes(use), use);
+  }
+  const keys = await makeKeys();
+  const gateway = await startGateway({ port: 0, databaseUrl: db.url("authenticator"), keys, functions: {} });
+  const answers = await askForEverything(db.sql, `http://127.0.0.1:${gateway.port}`, {
+    apikey: keys.publishableKey,
+  });
+  await gateway.stop();
   assert.deepEqual(
-    await openings(db.sql),
+    answers.filter(({ answer }) => answer.startsWith("2")).map(({ what, answer }) => `${what}: ${answer}`)
+      .sort(),
     [
-      "anon: private.left_open",
-      "anon: left_open()",
-      "authenticated: private.left_open_b_seq",
-      "authenticated: left_open()",
-    ].map((each) => each.replace(": left_open()", ": public.left_open()")),
+      "GET left_open: 200 undefined",
+      "GET left_open?select=one: 200 undefined",
+      "HEAD left_open: 200 undefined",
+      "POST rpc/left_open: 200 undefined",
+    ],
   );
 });
 
@@ -135,47 +364,12 @@ Deno.test("row level security is on for every table, and no policy opens one", a
 });
 
 Deno.test("every function pins its search_path, has no overload, and only the listed ones run as their owner", async () => {
-  const all = await functions(db.sql);
+  const all = (await routines(db.sql)).map((each) => ({ ...each, name: `${each.schema}.${each.name}` }));
   const unpinned = all.filter(({ settings }) => !settings?.includes("search_path=pg_catalog, pg_temp"));
   assert.deepEqual(unpinned.map(({ name }) => name), []);
   const names = all.map(({ name }) => name);
   assert.equal(new Set(names).size, names.length, "REST cannot choose between overloads");
   assert.deepEqual(all.filter(({ definer }) => definer).map(({ name }) => name), securityDefiners);
-});
-
-Deno.test("service_role cannot call what reads the secret, nor read which pokes were sent", async () => {
-  await using db = await createDatabase();
-  await setUpDispatch(db);
-  const api = db.connect("authenticator", { max: 1 });
-  await api`set role service_role`;
-  const refused = [
-    "select private.worker_endpoint()",
-    "select private.poke('wake')",
-    "select private.tick()",
-    "select private.prune_cron_history()",
-    "select * from private.pokes",
-    "update private.dispatch set enabled = false where true",
-  ];
-  for (const query of refused) await assert.rejects(api.unsafe(query), { code: "42501" }, query);
-});
-
-Deno.test("a request as anon or authenticated is refused: inserts, reads and calls", async () => {
-  const api = db.connect("authenticator", { max: 1 });
-  for (const role of apiRoles) {
-    await api`set role ${api(role)}`;
-    const refused = [
-      "insert into jobs (kind) values ('test')",
-      "select * from jobs",
-      "select enqueue_job('test')",
-      "select * from claim_jobs('w')",
-      "select * from job_dispatch_health()",
-      "select private.tick()",
-      "select * from private.turn",
-    ];
-    for (const query of refused) {
-      await assert.rejects(api.unsafe(query), { code: "42501" }, `${role}: ${query}`);
-    }
-  }
 });
 
 Deno.test("an app's own trigger, security definer, enqueues for a user who may not", async () => {
