@@ -44,7 +44,7 @@ export function refuseOtherMethods(request: Request, ...allowed: string[]): Resp
 
 /**
  * The request's body as JSON, `{}` when it is empty; or the answer to give: 413 above 64 kB (decided before all of it is
- * read), 400 when it is not JSON.
+ * read), 400 when it is not JSON in UTF-8 (RFC 8259, section 8.1; a byte order mark is passed over) or breaks off.
  */
 export async function readJson(request: Request): Promise<{ body: unknown } | { refused: Response }> {
   const chunks: Uint8Array<ArrayBuffer>[] = [];
@@ -53,13 +53,13 @@ export async function readJson(request: Request): Promise<{ body: unknown } | { 
     refused: problem(413, "Content too large", `The body may have ${MAX_BODY_BYTES} bytes.`),
   });
   if (Number(request.headers.get("Content-Length")) > MAX_BODY_BYTES) return tooLarge();
-  for await (const chunk of request.body ?? []) {
-    size += chunk.byteLength;
-    if (size > MAX_BODY_BYTES) return tooLarge();
-    chunks.push(chunk);
-  }
   try {
-    const text = await new Blob(chunks).text();
+    for await (const chunk of request.body ?? []) {
+      size += chunk.byteLength;
+      if (size > MAX_BODY_BYTES) return tooLarge();
+      chunks.push(chunk);
+    }
+    const text = new TextDecoder("utf-8", { fatal: true }).decode(await new Blob(chunks).arrayBuffer());
     return { body: text.trim() === "" ? {} : JSON.parse(text) };
   } catch {
     return { refused: problem(400, "Bad request", "The body is not JSON.") };

@@ -1,7 +1,7 @@
 import "../_app/handlers.ts"; // one that does not load shows when the function starts, not when a job comes
 import { retirement, shutdown, surviveUncaughtErrors } from "../_shared/edge_runtime.ts";
 import { errorText } from "../_shared/errors.ts";
-import { problem, refuseOtherMethods, refuseWithoutCronSecret } from "../_shared/http.ts";
+import { problem, readJson, refuseOtherMethods, refuseWithoutCronSecret } from "../_shared/http.ts";
 import { rescueExpiredJobs, workJobs } from "../_shared/jobs.ts";
 import { log } from "../_shared/log.ts";
 
@@ -11,7 +11,8 @@ surviveUncaughtErrors();
 Deno.serve(async (request) => {
   const refused = refuseOtherMethods(request, "GET", "POST") ?? await refuseWithoutCronSecret(request);
   if (refused) return refused;
-  await request.body?.cancel();
+  const read = await readJson(request); // nothing in it counts; what is refused is the same as by job-worker
+  if ("refused" in read) return read.refused;
   try {
     await rescueExpiredJobs();
     const { results, backlog } = await workJobs({ signal: shutdown, retirement });

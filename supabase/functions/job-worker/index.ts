@@ -9,7 +9,7 @@ import { wakeJobWorker, workJobs } from "../_shared/jobs.ts";
 import { log } from "../_shared/log.ts";
 
 const requestBody = z.strictObject({
-  kinds: z.array(z.string()).min(1).max(1000).optional(),
+  kinds: z.array(z.string().regex(/^[a-z][a-z0-9_]{0,62}$/)).min(1).max(1000).optional(),
   maxJobs: z.int().min(1).max(1000).optional(),
   /** Work first and answer with what was done; else answer 202 at once and work on. */
   wait: z.boolean().default(false),
