@@ -399,7 +399,7 @@ begin
   ) then
     return false;
   end if;
-  perform private.poke('health', '{"wait": true, "kinds": [""]}');
+  perform private.poke('health', '{"wait": true, "kinds": ["nightshift_health"]}');
   return true;
 end $$;
 

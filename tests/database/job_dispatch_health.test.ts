@@ -220,7 +220,7 @@ Deno.test("asking tries the worker, every 40 seconds or every ten while it does 
   assert.deepEqual([ok, detail, todo], [null, "poked just now: ask again in a few seconds", null]);
   assert.deepEqual(
     only(await db.sql`select convert_from(body, 'utf8')::jsonb as body from net.http_request_queue`).body,
-    { kinds: [""], wait: true },
+    { kinds: ["nightshift_health"], wait: true },
   );
 
   const tries = async (age: string, answer: Answer) => {

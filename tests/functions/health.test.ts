@@ -193,7 +193,7 @@ Deno.test("what asking sends takes no job", async () => {
   const { sql } = stack;
   await sql`select disable_dispatch()`;
   const [job] = await sql`select enqueue_job('echo') as id`;
-  const response = await stack.call("job-worker", { wait: true, kinds: [""] });
+  const response = await stack.call("job-worker", { wait: true, kinds: ["nightshift_health"] });
   assert.deepEqual([response.status, await response.json()], [200, { processed: 0, results: [] }]);
   assert.equal((await sql`select from jobs where id = ${job?.id} and attempts = 0`).count, 1);
 });
