@@ -103,6 +103,9 @@ export async function startStack(options: {
     dataDir: string;
     mailUrl: string;
     keys: LocalKeys;
+    /** Connection string of a role, supabase_admin's too. */
+    urlOf(user: string): string;
+    services: Services;
     stop(): Promise<void>;
   }
 > {
@@ -175,9 +178,18 @@ export async function startStack(options: {
       setVaultSecrets(database.url("postgres"), { project_url: apiUrl, cron_secret: cronSecret })
     );
     stops.push(() => migrating.catch(() => {})); // the CLI is not left behind
-    await Promise.all([startingServices, migrating]);
+    const [services] = await Promise.all([startingServices, migrating]);
     hasMigrations = true;
-    return { apiUrl, databaseUrl: database.url("postgres"), dataDir: database.dataDir, mailUrl, keys, stop };
+    return {
+      apiUrl,
+      databaseUrl: database.url("postgres"),
+      dataDir: database.dataDir,
+      mailUrl,
+      keys,
+      urlOf: (user) => database.url(user),
+      services,
+      stop,
+    };
   } catch (error) {
     await stop();
     throw error;

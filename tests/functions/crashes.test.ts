@@ -21,8 +21,8 @@ Deno.test.beforeAll(async () => {
       return null;
     end $$`;
   await sql`
-    create trigger note_completion after update on jobs for each row
-    when (new.status = 'succeeded' and old.status <> 'succeeded') execute function note_completion()`;
+    create trigger note_completion after update of status on jobs for each row
+    when (new.status = 'succeeded') execute function note_completion()`;
 });
 Deno.test.afterAll(async () => await stack[Symbol.asyncDispose]());
 

@@ -1,0 +1,91 @@
+import postgres from "postgres";
+
+/** A stream of enqueues that remembers which ones the database has acknowledged, and a log of what becomes of them. */
+
+const ENQUEUERS = 4;
+/** From one enqueue of an enqueuer to its next, on average. */
+const INTERVAL_MS = 200;
+
+export interface Load {
+  /** The jobs whose enqueue was acknowledged: the commit's answer has arrived. */
+  acknowledged: string[];
+  /** Those of them that have not been seen to have ended. */
+  open: Set<string>;
+  /** Enqueues that failed: nothing was promised, though some may have been committed. */
+  refused: number;
+  /** Stops enqueuing. */
+  stop(): Promise<void>;
+}
+
+/** A generator of numbers from 0 to 1 that gives the same ones for the same seed (mulberry32). */
+export function seeded(seed: number): () => number {
+  let state = seed >>> 0;
+  return () => {
+    state = (state + 0x6d2b79f5) >>> 0;
+    let t = Math.imul(state ^ (state >>> 15), state | 1);
+    t ^= t + Math.imul(t ^ (t >>> 7), t | 61);
+    return ((t ^ (t >>> 14)) >>> 0) / 2 ** 32;
+  };
+}
+
+/** Writes down each time that a job's status is set, in the transaction that does so: the table `audit`. */
+export async function startAudit(sql: postgres.Sql): Promise<void> {
+  await sql`create table audit (job_id uuid, status text, attempts int, at timestamptz default clock_timestamp())`;
+  await sql`alter table audit enable row level security`;
+  await sql`
+    create function audit() returns trigger language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
+    begin
+      insert into public.audit (job_id, status, attempts) values (new.id, new.status, new.attempts);
+      return null;
+    end $$`;
+  await sql`create trigger audit after insert or update of status on jobs for each row execute function audit()`;
+}
+
+/** Starts to enqueue about 20 jobs a second: most are quick, some take up to two seconds, some fail at first. */
+export function startLoad(url: string, seed: number): Load {
+  const stopping = new AbortController();
+  const load: Load = {
+    acknowledged: [],
+    open: new Set(),
+    refused: 0,
+    async stop() {
+      stopping.abort();
+      await Promise.all(enqueuers);
+    },
+  };
+  const enqueuers = Array.from({ length: ENQUEUERS }, (_, n) => enqueueUntilStopped(seeded(seed + n)));
+  return load;
+
+  async function enqueueUntilStopped(random: () => number): Promise<void> {
+    const sql = postgres(url, {
+      max: 1,
+      max_lifetime: null,
+      connect_timeout: 5,
+      fetch_types: false,
+      backoff: () => 0.2,
+      onnotice: () => {},
+    });
+    while (!stopping.signal.aborted) {
+      const [kind, payload] = nextJob(random);
+      try {
+        // Attempts without end: a job that is dead is then a fault.
+        const [row] = await sql`select enqueue_job(${kind}, ${
+          sql.json(payload)
+        }, max_attempts => 1000) as id`;
+        load.acknowledged.push(row?.id);
+        load.open.add(row?.id);
+      } catch {
+        load.refused++;
+      }
+      await new Promise((resolve) => setTimeout(resolve, 2 * INTERVAL_MS * random()));
+    }
+    await sql.end({ timeout: 1 });
+  }
+}
+
+function nextJob(random: () => number): [kind: string, payload: Record<string, number>] {
+  const which = random();
+  if (which < 0.1) return ["pause", { ms: Math.round(500 + 1_500 * random()) }];
+  if (which < 0.2) return ["fail_first", { times: random() < 0.7 ? 1 : 2 }];
+  return ["echo", { n: Math.round(1_000 * random()) }];
+}
