@@ -378,7 +378,7 @@ begin
 end $$;
 
 -- Has job-worker tried, at most every 40 seconds whoever asks, which with the 15 that a poke may take makes a minute; every
--- ten while it does not work, so that what has been mended shows. This poke asks for jobs of a kind that cannot exist, and
+-- ten while it does not work, so that what has been mended shows. This poke asks for jobs of a kind that no app has, and
 -- for an answer when the worker has looked: to any other poke it answers before it has been to the database. False when one
 -- was sent a moment ago; raises why none can be.
 create function private.try_worker(works boolean) returns boolean
