@@ -45,16 +45,19 @@ interface ResponseRow {
  * wait for the next. Never throws for a lost connection: it says so in the log and goes on when the server is back.
  */
 export async function playNet({ url, signal, log, pauseMs = 1000 }: PlayNetOptions): Promise<void> {
-  const sql = postgres(url, {
-    max: 1,
-    backoff: () => 0.2,
-    fetch_types: false,
-    onnotice: () => {},
-    connection: {
-      application_name: `pg_net ${AGENT.split("/")[1]} worker`,
-      statement_timeout: 0,
-    },
-  });
+  const connect = () =>
+    postgres(url, {
+      max: 1,
+      backoff: () => 0.2,
+      fetch_types: false,
+      onnotice: () => {},
+      connection: {
+        application_name: `pg_net ${AGENT.split("/")[1]} worker`,
+        statement_timeout: 0,
+      },
+    });
+  const listener = connect();
+  let sql = connect();
   const client = Deno.createHttpClient({ poolMaxIdlePerHost: 0 });
   const say = withoutRepeats(log);
   const latch = createLatch();
@@ -72,7 +75,7 @@ export async function playNet({ url, signal, log, pauseMs = 1000 }: PlayNetOptio
     latch.set();
   };
 
-  await listenAlways(sql, "pg_net_wake", signal, wake, lookAgain);
+  await listenAlways(listener, "pg_net_wake", signal, wake, lookAgain);
   while (!signal.aborted) {
     if (!shouldWake) {
       await latch.wait();
@@ -85,16 +88,37 @@ export async function playNet({ url, signal, log, pauseMs = 1000 }: PlayNetOptio
       if (signal.aborted) break;
       say(`pg_net worker: ${messageOf(error)}`);
       shouldWake = true;
+      // A client that was cut off in a transaction may never connect again.
+      sql.end({ timeout: 0 });
+      sql = connect();
       await latch.wait(200);
     }
   }
   client.close();
-  await sql.end({ timeout: 1 });
+  await Promise.all([sql.end({ timeout: 1 }), listener.end({ timeout: 1 })]);
+}
+
+/**
+ * Runs a transaction on a client that is thrown away when it fails. Were postgres.js to hear of the failure, it would write
+ * a rollback to a socket that may be closed, which ends the process or leaves the client waiting for ever.
+ */
+function inTransaction(
+  sql: postgres.Sql,
+  run: (sql: postgres.TransactionSql) => Promise<boolean>,
+): Promise<boolean> {
+  return new Promise((resolve, reject) => {
+    sql.begin((transaction) =>
+      run(transaction).catch((error) => {
+        reject(error);
+        return new Promise<never>(() => {});
+      })
+    ).then(resolve, reject);
+  });
 }
 
 /** Sends one batch and stores its responses. Returns whether there was anything to do. */
 async function sendBatch(sql: postgres.Sql, client: Deno.HttpClient, signal: AbortSignal): Promise<boolean> {
-  return await sql.begin(async (transaction) => {
+  return await inTransaction(sql, async (transaction) => {
     const [{ installed }] =
       await transaction`select to_regclass('net.http_request_queue') is not null as installed`;
     if (!installed) return false;

@@ -9,7 +9,7 @@ Deno.test("under faults of every sort nothing that was acknowledged is lost, not
   const startedAt = performance.now();
   const report = await runChaos({
     seed,
-    faultSeconds: 10,
+    faultSeconds: 8,
     stormSeconds: 15,
     leaseSeconds: 3,
     tickSeconds: 2,

@@ -42,12 +42,13 @@ export const faults: Fault[] = [
   {
     name: "SIGKILL a Postgres backend",
     strike: (stack) =>
-      asAdmin(stack, async (admin) => {
-        const [row] = await admin`
-          select pid from pg_stat_activity where backend_type = 'client backend' and pid <> pg_backend_pid()
-          order by state = 'active' desc, random() limit 1`;
-        await kill("a backend", () => row?.pid);
-      }),
+      asAdmin(stack, (admin) =>
+        kill("a backend", async () => {
+          const [row] = await admin`
+            select pid from pg_stat_activity where backend_type = 'client backend' and pid <> pg_backend_pid()
+            order by state = 'active' desc, random() limit 1`;
+          return Number(row?.pid);
+        })),
   },
   {
     name: "SIGKILL the postmaster",
@@ -60,7 +61,10 @@ export const faults: Fault[] = [
     name: "running jobs' rows locked for 3 s",
     strike: (stack) =>
       holding(stack, async (sql) => {
-        const { count } = await sql`select from jobs where status = 'running' for update`;
+        const count = await until(
+          "running jobs",
+          async () => (await sql`select from jobs where status = 'running' for update`).count,
+        );
         return `${count} rows`;
       }),
     fromItsEnd: true,
@@ -84,10 +88,12 @@ const workerPid = (stack: Stack) =>
 const sleep = (ms: number) => new Promise<void>((resolve) => setTimeout(resolve, ms));
 
 /** Kills what this names, as soon as it is there. */
-async function kill(what: string, pid: () => number): Promise<void> {
-  await until(what, () => {
+async function kill(what: string, findPid: () => number | Promise<number>): Promise<void> {
+  await until(what, async () => {
     try {
-      Deno.kill(pid(), "SIGKILL");
+      const pid = await findPid();
+      if (!(pid > 1)) return false; // 0 would be this process and its kin
+      Deno.kill(pid, "SIGKILL");
       return true;
     } catch (error) {
       if (error instanceof Deno.errors.NotFound) return false;

@@ -11,8 +11,6 @@ export interface Load {
   acknowledged: string[];
   /** Those of them that have not been seen to have ended. */
   open: Set<string>;
-  /** Enqueues that failed: nothing was promised, though some may have been committed. */
-  refused: number;
   /** Stops enqueuing. */
   stop(): Promise<void>;
 }
@@ -47,7 +45,6 @@ export function startLoad(url: string, seed: number): Load {
   const load: Load = {
     acknowledged: [],
     open: new Set(),
-    refused: 0,
     async stop() {
       stopping.abort();
       await Promise.all(enqueuers);
@@ -75,7 +72,7 @@ export function startLoad(url: string, seed: number): Load {
         load.acknowledged.push(row?.id);
         load.open.add(row?.id);
       } catch {
-        load.refused++;
+        // Nothing was promised, though it may have been committed.
       }
       await new Promise((resolve) => setTimeout(resolve, 2 * INTERVAL_MS * random()));
     }

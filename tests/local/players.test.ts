@@ -242,6 +242,21 @@ Deno.test("the players do what pg_cron's and pg_net's workers do", async (t) => 
       await receiver.arrival("/again");
       await eventually(async () => (await runsOf("again", ["succeeded"])).at(0));
     });
+
+    await t.step(
+      "pg_net's goes on when its connection is cut in the middle of a batch, at whatever moment",
+      async () => {
+        const admin = postgres(server.url("supabase_admin"), { max: 1 });
+        for (let n = 0; n < 10; n++) {
+          await get(`/slow/${n * 5}/cut/${n}`);
+          await receiver.arrival(`/slow/${n * 5}/cut/${n}`);
+          await admin`select pg_terminate_backend(pid) from pg_stat_activity where application_name like 'pg\\_net%'`;
+          await get(`/after-cut/${n}`);
+          await receiver.arrival(`/after-cut/${n}`);
+        }
+        await admin.end();
+      },
+    );
   } finally {
     stopping.abort();
     await Promise.all(playing);
