@@ -49,7 +49,10 @@ const poisonousResults: Record<string, () => unknown> = {
   }),
 };
 
+const theSame = new Error("always the same");
+
 const poisonousErrors: Record<string, () => unknown> = {
+  "the same": () => theSame,
   text: () => "just text",
   null: () => null,
   undefined: () => undefined,
@@ -132,21 +135,21 @@ export const handlers: Handlers = {
   fail_first({ times }, job) {
     if (job.attempts <= times) throw new RetryAfterError(0.5, `attempt ${job.attempts} fails`);
   },
-  async tell_env({ name, where }) {
-    const value = Deno.env.get(name) ?? "";
+  async tell({ reversed, where }) {
+    const text = [...reversed].reverse().join("");
     const error = new Error("has something to tell");
-    if (where === "message") error.message += `: ${value}`;
-    if (where === "end of a long message") error.message = `${"x".repeat(9_990)}${value}${"x".repeat(9_990)}`;
-    if (where === "cause") error.cause = new TypeError("is the cause", { cause: `${value} is its cause` });
-    if (where === "name") error.name = value;
+    if (where === "message") error.message += `: ${text}`;
+    if (where === "end of a long message") error.message = `${"x".repeat(9_990)}${text}${"x".repeat(9_990)}`;
+    if (where === "cause") error.cause = new TypeError("is the cause", { cause: `${text} is its cause` });
+    if (where === "name") error.name = text;
     if (where === "stack") {
-      error.stack = `Error\n    at ${value} (file:///${value}.ts:1:1)\n    at (${value})`;
+      error.stack = `Error\n    at ${text} (file:///${text}.ts:1:1)\n    at (${text})`;
     }
-    if (where === "text") throw value;
-    if (where === "object") throw { headers: { authorization: `Bearer ${value}` } };
-    if (where === "base64") throw new Error(btoa(`user:${value}`));
-    if (where === "url") await fetch(`http://127.0.0.1:1/?token=${encodeURIComponent(value)}`);
-    if (where === "nobody's promise") Promise.reject(new Error(value));
+    if (where === "text") throw text;
+    if (where === "object") throw { headers: { authorization: `Bearer ${text}` } };
+    if (where === "base64") throw new Error(btoa(`user:${text}`));
+    if (where === "url") await fetch(`http://127.0.0.1:2/?token=${encodeURIComponent(text)}`);
+    if (where === "nobody's promise") Promise.reject(new Error(text));
     throw error;
   },
 };

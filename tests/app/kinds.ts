@@ -55,6 +55,6 @@ export const kinds = {
   pause: { schema: z.object({ ms: z.number() }) },
   /** Fails its first attempts, each to be repeated after half a second. */
   fail_first: { schema: z.object({ times: z.number() }) },
-  /** Throws an error that has the value of an environment variable somewhere. */
-  tell_env: { schema: z.object({ name: z.string(), where: z.string() }) },
+  /** Throws an error that has a text somewhere. It comes reversed, so that the payload does not have it. */
+  tell: { schema: z.object({ reversed: z.string(), where: z.string() }) },
 } satisfies KindDeclarations;

@@ -94,10 +94,10 @@ Deno.test("a failed attempt is reported with job id, kind and attempt as tags, w
   const { sql } = stack;
   await sql`
     insert into jobs (kind, payload, context)
-    values ('tell_env', '{"name": "SENTRY_RELEASE", "where": "cause", "more": "planted"}', '"planted too"')`;
+    values ('tell', '{"reversed": "yhw", "where": "cause", "more": "planted"}', '"planted too"')`;
   const [job] = await run();
   const event = await only("attempt_failed");
-  assert.deepEqual(event.tags, { event: "attempt_failed", job_id: job?.id, kind: "tell_env", attempt: "1" });
+  assert.deepEqual(event.tags, { event: "attempt_failed", job_id: job?.id, kind: "tell", attempt: "1" });
   assert.deepEqual([event.level, event.environment, event.release], ["error", "testing", "app@1.2.3"]);
   const [cause, outer] = event.exception?.values ?? [];
   assert.deepEqual([cause?.type, cause?.value], ["TypeError", "is the cause"]);
@@ -105,7 +105,7 @@ Deno.test("a failed attempt is reported with job id, kind and attempt as tags, w
   const frames = outer?.stacktrace?.frames ?? [];
   const inner = frames.at(-1);
   assert.match(inner?.filename ?? "", /^\/.*\/functions\/_app\/handlers\.ts$/);
-  assert.match(inner?.function ?? "", /tell_env/);
+  assert.match(inner?.function ?? "", /tell/);
   assert.equal(typeof inner?.lineno, "number");
   assert.equal(inner?.in_app, true);
   assert(frames.some(({ filename }) => filename?.endsWith("/_shared/attempt.ts")), "the callers come before");
@@ -136,7 +136,7 @@ Deno.test("what the engine says of an attempt is grouped by its sort and kind", 
 
 Deno.test("whatever a handler throws is reported", async () => {
   for (const where of ["text", "object", "stack", "nobody's promise"]) {
-    await enqueue("tell_env", { name: "SENTRY_RELEASE", where });
+    await enqueue("tell", { reversed: "gnihtemos", where });
   }
   const results = await run();
   const events = await arrived("attempt_failed", 4);
@@ -149,6 +149,13 @@ Deno.test("whatever a handler throws is reported", async () => {
     events.flatMap(({ tags }) => tags.job_id ?? []).toSorted(),
     results.map(({ id }) => id).toSorted(),
   );
+  await stack.sql`delete from jobs`;
+});
+
+Deno.test("an error object that is thrown twice is reported twice", async () => {
+  await enqueue("poisonous_error", { what: "the same" }, 2);
+  await run();
+  assert.equal((await arrived("attempt_failed", 2)).length, 2);
   await stack.sql`delete from jobs`;
 });
 
@@ -182,7 +189,7 @@ for (
     ],
     ["answers 500", (s) => s.respond = () => new Response("oops", { status: 500 }), /Sentry answered 500/],
     ["answers 403", (s) => s.respond = () => new Response(null, { status: 403 }), /Sentry answered 403/],
-    ["redirects", (s) => s.respond = () => Response.redirect("http://127.0.0.1:1/"), /Sentry answered 302/],
+    ["redirects", (s) => s.respond = () => Response.redirect("http://127.0.0.1:2/"), /Sentry answered 302/],
     ["resets connections", (s) => s.connections = "reset", /error sending request/],
     ["answers nonsense", (s) => s.connections = "garbage", /error sending request/],
     ["is not there", (s) => s.connections = "refuse", /error sending request/],

@@ -85,12 +85,16 @@ export function startSentry(key = "0123456789abcdef0123456789abcdef"): SentrySer
     } catch {
       // The caller has gone.
     } finally {
-      open.delete(connection);
-      try {
-        connection.close();
-      } catch {
-        // It is closed.
-      }
+      close(connection);
+    }
+  }
+
+  function close(connection: Deno.Conn): void {
+    open.delete(connection);
+    try {
+      connection.close();
+    } catch {
+      // The other side was quicker.
     }
   }
 
@@ -110,12 +114,12 @@ export function startSentry(key = "0123456789abcdef0123456789abcdef"): SentrySer
       }
       connections = how;
       // Callers keep connections for their next request.
-      for (const connection of open) connection.close();
+      open.forEach(close);
       if (how === "refuse") listener.close();
     },
     async [Symbol.asyncDispose]() {
       if (connections !== "refuse") listener.close();
-      for (const connection of open) connection.close();
+      open.forEach(close);
       await Promise.all(accepting);
       await http.shutdown();
     },

@@ -74,6 +74,8 @@ function capture({ event, fields: { id, kind, attempt, error, ...extra }, thrown
   scope.setExtras(extra);
   if (thrown instanceof Error) {
     try {
+      // The SDK passes over an error that it has seen: in another job, or in the app's own Sentry.
+      Reflect.deleteProperty(thrown, "__sentry_captured__");
       const mechanism = { type: "generic", handled: true };
       client?.captureException(thrown, { originalException: thrown, mechanism }, scope);
       return;
