@@ -139,7 +139,8 @@ export const handlers: Handlers = {
     const text = [...reversed].reverse().join("");
     const error = new Error("has something to tell");
     if (where === "message") error.message += `: ${text}`;
-    if (where === "end of a long message") error.message = `${"x".repeat(9_990)}${text}${"x".repeat(9_990)}`;
+    if (where === "end of a long message") error.message = `${"x".repeat(9_980)}${text}${"x".repeat(9_980)}`;
+    if (where === "again and again") error.message = text.repeat(2_000);
     if (where === "cause") error.cause = new TypeError("is the cause", { cause: `${text} is its cause` });
     if (where === "name") error.name = text;
     if (where === "stack") {

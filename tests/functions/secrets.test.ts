@@ -192,6 +192,7 @@ Deno.test("handlers fail with secrets in what they throw", async () => {
   const places = [
     "message",
     "end of a long message",
+    "again and again",
     "cause",
     "name",
     "stack",
