@@ -151,6 +151,18 @@ Deno.test("an isolate that lives on after its shutdown answers, and takes nothin
   await untilAnotherWorker(pid);
 });
 
+Deno.test("an isolate that lives on after its memory ran short takes jobs again", async () => {
+  const { rest, openGate } = await startJobs();
+  await openGate();
+  await announce("memory");
+  await untilAll(rest, "pending 0");
+  await stack.sql`delete from jobs where id = any(${rest})`;
+  const pid = workerPid();
+  const ids = await enqueue("echo", {}, 3);
+  await untilAll(ids, "succeeded 1");
+  assert.equal(workerPid(), pid);
+});
+
 Deno.test("an isolate that is sent no more requests takes no more jobs, and gives those at hand all their time", async () => {
   const { sql } = stack;
   const pid = workerPid();

@@ -6,22 +6,25 @@ declare global {
   const EdgeRuntime: { waitUntil<T>(promise: Promise<T>): void };
 }
 
+let unload = new AbortController();
+const drain = new AbortController();
+
 /**
  * Aborts when the runtime announces that this isolate is about to end (`beforeunload`). The signal's reason is the
- * runtime's: cpu, memory, wall_clock, early_drop or termination.
+ * runtime's: cpu, memory, wall_clock, early_drop or termination. An isolate whose memory ran short may live on once some is
+ * free again, and is sent requests: those get another signal.
  */
-export const shutdown = signalOf("beforeunload");
+export const shutdown = (): AbortSignal => unload.signal;
 
 /** Aborts when the runtime sends this isolate no more requests, and waits for what it still does (`drain`). */
-export const retirement = signalOf("drain");
+export const retirement: AbortSignal = drain.signal;
 
-function signalOf(type: string): AbortSignal {
-  const controller = new AbortController();
-  addEventListener(type, (event) => {
-    controller.abort(event instanceof CustomEvent ? event.detail?.reason : undefined);
-  });
-  return controller.signal;
-}
+addEventListener("beforeunload", (event) => {
+  const reason = event instanceof CustomEvent ? event.detail?.reason : undefined;
+  unload.abort(reason);
+  if (reason === "memory") unload = new AbortController();
+});
+addEventListener("drain", () => drain.abort());
 
 /**
  * Logs an error that nothing caught, such as a promise that a handler did not await, instead of letting it end the isolate

@@ -6,9 +6,8 @@ import {
   Scope,
   withScope,
 } from "@sentry/deno";
-import { errorText } from "./errors.ts";
+import { errorText, safeText } from "./errors.ts";
 import { writeLine } from "./log.ts";
-import { secretFilter } from "./secrets.ts";
 
 /** Sends errors to Sentry. log.ts loads this, and with it the SDK, at the first error where SENTRY_DSN is set. */
 
@@ -112,22 +111,17 @@ function connect(dsn: string) {
       skipOpenTelemetrySetup: true,
       sendClientReports: false,
       maxBreadcrumbs: 0,
-      maxValueLength: MAX_TEXT_LENGTH,
       beforeSend: withoutSecrets,
       transport,
     })
   );
 }
 
-/** The last door: everything that the SDK has put into an event. Its notes to itself stay, such as the DSN's key. */
-const withoutSecrets: DenoOptions["beforeSend"] = ({ sdkProcessingMetadata, ...event }) => {
-  const secrets = secretFilter();
-  const safe = JSON.stringify(
-    event,
-    (_, value) => typeof value === "string" ? secrets.replace(value) : value,
+/** The last door: all texts that the SDK has put into an event. Its notes to itself, which hold the DSN's key, are not sent. */
+const withoutSecrets: DenoOptions["beforeSend"] = ({ sdkProcessingMetadata: _, ...event }) =>
+  JSON.parse(
+    JSON.stringify(event, (_, value) => typeof value === "string" ? safeText(value, MAX_TEXT_LENGTH) : value),
   );
-  return { ...JSON.parse(safe), sdkProcessingMetadata };
-};
 
 /** As the SDK's own, but for a limit on the time, no redirects, with which the key would travel, and a count. */
 const transport: DenoOptions["transport"] = (options) =>

@@ -147,7 +147,8 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
       if (signal?.aborted || retirement?.aborted) {
         // Nobody pokes while the promise stands. A claim of no kinds takes it back.
         if (linger) await claimJobs(worker, { kinds: [] }).catch(() => {});
-        return full;
+        // Whoever waits for the report is told that there may be more.
+        return full || !linger;
       }
       if (claimed >= maxJobs) return full;
       const claims = claimable();

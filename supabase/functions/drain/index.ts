@@ -15,7 +15,7 @@ Deno.serve(async (request) => {
   if ("refused" in read) return read.refused;
   try {
     await rescueExpiredJobs();
-    const { results, backlog } = await workJobs({ signal: shutdown, retirement });
+    const { results, backlog } = await workJobs({ signal: shutdown(), retirement });
     const queues: Record<string, { succeeded: number; failed: number; dead: number }> = {};
     let errors = 0;
     for (const { kind, status } of results) {

@@ -35,7 +35,7 @@ Deno.serve(async (request) => {
 
   if (wait) {
     try {
-      const { results } = await workJobs({ ...options, signal: shutdown, retirement });
+      const { results } = await workJobs({ ...options, signal: shutdown(), retirement });
       return Response.json({ processed: results.length, results });
     } catch (error) {
       log("error", "worker_failed", { error: errorText(error) }, error);
@@ -52,7 +52,7 @@ async function workOn(options: { kinds?: string[]; maxJobs?: number }): Promise<
   try {
     await wakeJobWorker({
       ...options,
-      signal: shutdown,
+      signal: shutdown(),
       retirement,
       onBacklog: options.maxJobs ? undefined : onBacklog,
     });

@@ -38,7 +38,13 @@ export const sendEmail: HandlerOf<"send_email"> = async ({ to, template, data },
   const said = [name, message].filter(Boolean).join(": ") || headers.get("Location") ||
     headers.get("Content-Type");
   // An answer may quote what it was sent.
-  const unsaid = [apiKey, mail.subject, ...`${mail.text}\n${mail.html}`.split("\n"), ...Object.values(data)];
+  const unsaid = [
+    apiKey,
+    to,
+    mail.subject,
+    ...`${mail.text}\n${mail.html}`.split("\n"),
+    ...Object.values(data),
+  ];
   const error = `Resend answered ${response.status}: ${without(said ?? "nothing", unsaid).slice(0, 500)}`;
   const retryAfter = retryAfterSeconds(response);
   const permanent = response.status >= 400 && response.status < 500 &&
