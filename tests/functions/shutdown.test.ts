@@ -83,7 +83,7 @@ async function announce(reason: string): Promise<void> {
   await until("the promise to be taken back", async () => !await isPromised());
 }
 
-for (const reason of ["cpu", "memory", "wall_clock", "early_drop", "termination"]) {
+for (const reason of ["cpu", "wall_clock", "early_drop", "termination"]) {
   Deno.test(`at a shutdown for ${reason} a worker takes no more, completes what ends in time and gives the rest back uncounted; the next enqueue finds another`, async () => {
     const { sql } = stack;
     const pid = workerPid();
@@ -151,16 +151,25 @@ Deno.test("an isolate that lives on after its shutdown answers, and takes nothin
   await untilAnotherWorker(pid);
 });
 
-Deno.test("an isolate that lives on after its memory ran short takes jobs again", async () => {
-  const { rest, openGate } = await startJobs();
-  await openGate();
-  await announce("memory");
-  await untilAll(rest, "pending 0");
-  await stack.sql`delete from jobs where id = any(${rest})`;
+Deno.test("an isolate whose memory runs short gives back what does not end in time, uncounted, and takes jobs again if it lives on", async () => {
+  const { sql } = stack;
   const pid = workerPid();
-  const ids = await enqueue("echo", {}, 3);
-  await untilAll(ids, "succeeded 1");
+  const { ends, rest, slow, openGate } = await startJobs();
+  await untilAll(await enqueue("unload", { reason: "memory" }), "succeeded 1");
+  await openGate();
+  await untilAll(ends, "succeeded 1");
+  await until("the rest to be told to stop", async () => {
+    const lines = await linesOf(slow);
+    return rest.every((id) => lines.includes(`${id} aborted`));
+  });
+  await untilAll(await enqueue("echo", {}, 3), "succeeded 1");
+  await untilLines(slow, 9); // entered, aborted and entered again
+  assert.deepEqual(await states(rest), Array(3).fill("running 1"));
+  assert.equal((await sql`select from job_failures where job_id = any(${rest})`).length, 0);
   assert.equal(workerPid(), pid);
+  await sql`delete from jobs where id = any(${rest})`;
+  Deno.kill(pid, "SIGKILL");
+  await untilAnotherWorker(pid);
 });
 
 Deno.test("an isolate that is sent no more requests takes no more jobs, and gives those at hand all their time", async () => {
