@@ -168,8 +168,6 @@ Deno.test("an isolate whose memory runs short gives back what does not end in ti
   assert.equal((await sql`select from job_failures where job_id = any(${rest})`).length, 0);
   assert.equal(workerPid(), pid);
   await sql`delete from jobs where id = any(${rest})`;
-  Deno.kill(pid, "SIGKILL");
-  await untilAnotherWorker(pid);
 });
 
 Deno.test("an isolate that is sent no more requests takes no more jobs, and gives those at hand all their time", async () => {
