@@ -179,6 +179,19 @@ as $$
   returning j.id
 $$;
 
+-- Attempts that ended with their lease. The worker is gone, so the next one reports them. Unlogged: after a crash of the
+-- server they are in job_failures alone.
+create unlogged table private.lost_attempts (
+  job_id uuid not null,
+  kind text not null,
+  attempt int not null,
+  error text not null,
+  lost_at timestamptz not null default clock_timestamp()
+);
+alter table private.lost_attempts enable row level security;
+revoke all on private.lost_attempts from public, anon, authenticated, service_role;
+grant select, insert, update, delete on private.lost_attempts to service_role;
+
 -- Ends the attempts whose lease has run out, at most `max_jobs` of them, as failed: the worker is gone or stuck. They are
 -- available again at once, since the lost lease was the wait, or dead when that was the last attempt. Returns how many.
 -- The lock reads each row anew, so a job that has just been completed is left alone.
@@ -187,26 +200,44 @@ language sql
 set search_path = pg_catalog, pg_temp
 as $$
   with expired as (
-    select jsonb_agg(jsonb_build_object(
-      'id', e.id,
-      'lease_token', e.lease_token,
-      'error', format(
-        'lease expired: worker %s neither finished the job nor extended its lease by %s', e.locked_by, e.lease_expires_at
-      ),
-      'retry_in', 0
-    )) as failures
-    from (
-      select j.id, j.lease_token, j.locked_by, j.lease_expires_at from public.jobs j
-      where j.status = 'running' and j.lease_expires_at < (select clock_timestamp())
-      order by j.lease_expires_at
-      limit greatest(1, least(rescue_expired_jobs.max_jobs, 10000))
-      for no key update skip locked
-    ) e
+    select j.id, j.kind, j.attempts, j.lease_token, format(
+      'lease expired: worker %s neither finished the job nor extended its lease by %s', j.locked_by, j.lease_expires_at
+    ) as error
+    from public.jobs j
+    where j.status = 'running' and j.lease_expires_at < (select clock_timestamp())
+    order by j.lease_expires_at
+    limit greatest(1, least(rescue_expired_jobs.max_jobs, 10000))
+    for no key update skip locked
+  ), failed as (
+    select f.id from public.fail_jobs((
+      select coalesce(jsonb_agg(jsonb_build_object(
+        'id', e.id, 'lease_token', e.lease_token, 'error', e.error, 'retry_in', 0
+      )), '[]') from expired e
+    )) f
+  ), noted as (
+    insert into private.lost_attempts (job_id, kind, attempt, error)
+    select e.id, e.kind, e.attempts, e.error from expired e join failed f on f.id = e.id
   )
-  select count(*)::int from public.fail_jobs((select coalesce(x.failures, '[]') from expired x))
+  select count(*)::int from failed
+$$;
+
+-- Hands over up to `max_attempts` of the attempts that ended with their lease, each to one caller.
+create function public.take_lost_attempts(max_attempts int default 100)
+returns table (job_id uuid, kind text, attempt int, error text)
+language sql
+set search_path = pg_catalog, pg_temp
+as $$
+  delete from private.lost_attempts l
+  where l.ctid = any (array(
+    select t.ctid from private.lost_attempts t
+    order by t.lost_at
+    limit greatest(1, least(take_lost_attempts.max_attempts, 1000))
+    for update skip locked
+  ))
+  returning l.job_id, l.kind, l.attempt, l.error
 $$;
 
 revoke all on function public.complete_jobs, public.complete_job, public.fail_jobs, public.fail_job, public.release_jobs,
-  public.extend_jobs, public.rescue_expired_jobs from public, anon, authenticated;
+  public.extend_jobs, public.rescue_expired_jobs, public.take_lost_attempts from public, anon, authenticated;
 grant execute on function public.complete_jobs, public.complete_job, public.fail_jobs, public.fail_job, public.release_jobs,
-  public.extend_jobs, public.rescue_expired_jobs to service_role;
+  public.extend_jobs, public.rescue_expired_jobs, public.take_lost_attempts to service_role;

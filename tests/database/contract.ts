@@ -96,6 +96,7 @@ export async function useContract(api: Api): Promise<void> {
   await api.update("jobs", "status", "running", { lease_expires_at: "2020-01-01T00:00:00Z" });
   const rescued = only(await api.call<number>("rescue_expired_jobs"));
   assert.ok(rescued > 0);
+  assert.equal((await api.call("take_lost_attempts", { max_attempts: 1000 })).length, rescued);
   assert.equal((await api.call("declare_job_kinds", { declarations: [{ kind: "test" }] })).length, 1);
   await api.update("job_kinds", "kind", "test", { max_attempts: 3 });
   assert.equal((await api.read("job_failures", "error", "x")).length, 2);

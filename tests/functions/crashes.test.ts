@@ -72,6 +72,19 @@ async function assertSucceeds(id: string, attempts: number): Promise<void> {
     completed: 1,
     failed: Array.from({ length: attempts - 1 }, (_, n) => n + 1),
   });
+  // Those whose worker could not say so any more are reported by the next one.
+  for (const { attempt, error } of failures) {
+    const line = JSON.stringify({ id, kind: await kindOf(id), attempt, error }).slice(1);
+    await until(
+      "the report",
+      () => stack.lines.some((text) => text.includes('"event":"attempt_failed"') && text.includes(line)),
+    );
+  }
+}
+
+async function kindOf(id: string): Promise<string> {
+  const [row] = await stack.sql`select kind from jobs where id = ${id}`;
+  return row?.kind;
 }
 
 function workerPid(name = "job-worker"): number {

@@ -20,6 +20,7 @@ export {
   failJobs,
   releaseJobs,
   rescueExpiredJobs,
+  takeLostAttempts,
 } from "./queue.ts";
 export { retryAfterSeconds } from "./retry_after.ts";
 

@@ -149,6 +149,21 @@ export async function rescueExpiredJobs(maxJobs = 1000): Promise<number> {
   return z.number().parse(await callDatabase("rescue_expired_jobs", { max_jobs: maxJobs }));
 }
 
+const lostAttempt = z.object({
+  job_id: z.string(),
+  kind: z.string(),
+  attempt: z.number(),
+  error: z.string(),
+});
+
+/** Attempts that ended with their lease, each given to one caller: nobody has reported them yet. */
+export async function takeLostAttempts(
+  maxAttempts = 100,
+): Promise<{ id: string; kind: string; attempt: number; error: string }[]> {
+  const rows = await callDatabase("take_lost_attempts", { max_attempts: maxAttempts });
+  return z.array(lostAttempt).parse(rows).map(({ job_id, ...rest }) => ({ id: job_id, ...rest }));
+}
+
 const kindSettings = z.object({ kind: z.string(), max_attempts: z.number(), timeout_ms: z.number() });
 
 /** Writes what the code declares to job_kinds, and gives back how long an attempt of each kind may run, in ms. */

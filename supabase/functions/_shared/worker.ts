@@ -1,7 +1,7 @@
 import { type App, attempt, type Held, type Outcome, stop } from "./attempt.ts";
 import { errorText } from "./errors.ts";
 import { log } from "./log.ts";
-import { type ClaimedJob, claimJobs, declareJobKinds, extendJobs } from "./queue.ts";
+import { type ClaimedJob, claimJobs, declareJobKinds, extendJobs, takeLostAttempts } from "./queue.ts";
 import { createSettler, halves, isBlocked, type Settled, sleep } from "./settler.ts";
 
 const LEASE_SECONDS = 60;
@@ -122,11 +122,13 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
       });
     }
 
+    const reporting = reportLostAttempts();
     const backlog = await claimUntilIdle();
     accepting = false;
     if (backlog) options.onBacklog?.();
     await finish();
     await settler.idle();
+    await reporting;
     if (gaveUp && results.length === 0) throw gaveUp;
     return { results, backlog };
   } finally {
@@ -265,6 +267,15 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
       }
       await bell.wait(Number.isFinite(stopAt) ? stopAt - performance.now() : undefined);
     }
+  }
+}
+
+/** Says of attempts whose worker was lost that they have failed, since that worker cannot. */
+async function reportLostAttempts(): Promise<void> {
+  try {
+    for (const lost of await takeLostAttempts()) log("error", "attempt_failed", lost);
+  } catch (error) {
+    log("error", "take_lost_attempts_failed", { error: errorText(error) }, error);
   }
 }
 
