@@ -16,9 +16,15 @@ export function log(
   if (level === "error" && Deno.env.get("SENTRY_DSN")) report(event, fields, thrown);
 }
 
+/** Supabase cuts a line of the log at 10,000 characters, and what is cut is no JSON. */
+const MAX_TEXT_LENGTH = 8_000;
+
 /** The line alone. */
 export function writeLine(level: "info" | "error", event: string, fields: Record<string, unknown>): void {
-  const line = JSON.stringify({ level, event, ...fields });
+  const line = JSON.stringify(
+    { level, event, ...fields },
+    (_, value) => typeof value === "string" ? value.slice(0, MAX_TEXT_LENGTH) : value,
+  );
   if (level === "error") console.error(line);
   else console.log(line);
 }

@@ -215,7 +215,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
     const left = endsAt - performance.now();
     const known = options.kinds ?? Object.keys(app.kinds);
     const fits = (kind: string) => (timeouts?.get(kind) ?? 0) <= left;
-    if (left <= 0 || !known.some(fits)) return null;
+    if (left <= 0 || (known.length > 0 && !known.some(fits))) return null;
     return options.kinds
       ? { kinds: known.filter(fits) }
       : { exceptKinds: known.filter((kind) => !fits(kind)) };
