@@ -146,6 +146,16 @@ Deno.test("a payload that jsonb cannot hold is refused with an error that says w
   }
 });
 
+Deno.test("what has no JSON is refused before anything is written", async () => {
+  const circular: Record<string, unknown> = {};
+  circular.self = circular;
+  for (const [context, why] of [[1n, /context has no JSON: .*BigInt/], [circular, /circular/]] as const) {
+    const error = await refusal(() => enqueueJob("send_email", welcome, { context }));
+    assert.equal(error.code, "invalid_payload");
+    assert.match(error.detail, why);
+  }
+});
+
 /** Enqueues a job in a process of its own with this environment; gives back its id, or what the error says. */
 async function enqueueWith(
   env: Record<string, string>,
