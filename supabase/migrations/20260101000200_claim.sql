@@ -112,13 +112,20 @@ alter table private.awake_workers enable row level security;
 revoke all on private.awake_workers from public, anon, authenticated, service_role;
 grant select, insert, update, delete on private.awake_workers to service_role;
 
--- Claims up to `max_jobs` due jobs for `lease_seconds`, of any kind but `except_kinds`, or of `kinds` alone, and counts an
--- attempt for each. They come in the order in which they are to start, each with how long the attempt may run. `worker` is a name for locked_by.
--- A worker that dispatch has started gives `awake_for` (an interval): it gets nothing while dispatch is off, and promises to
--- claim again within that time, which spares the project a poke per enqueue. A claim that fills up, or one for no time,
--- takes the promise back, since such a worker takes no more work for now. At most 1000 jobs, the most rows that REST gives back. Raises 22023 naming the argument that is not usable.
--- `suspect`: a worker was lost with this job, and not for the first time or with one attempt left. It may be what ends
--- workers, so a process runs one such job at a time, or it takes the attempts of those it was lost with along.
+-- Claims up to `max_jobs` due jobs (at most 1000, the most rows that REST gives back) and counts an attempt for each. They
+-- come in the order in which they are to start. Raises 22023 naming the argument that is not usable.
+--
+--   worker         a name, for locked_by
+--   lease_seconds  how long the jobs are the worker's
+--   kinds          of these alone; null for all
+--   except_kinds   not of these
+--   awake_for      given by a worker that dispatch has started. It gets nothing while dispatch is off, and promises to claim
+--                  again within that time, which spares the project a poke per enqueue. A claim that fills up, or one for no
+--                  time, takes the promise back, since such a worker takes no more work for now.
+--
+-- Of a job that it gives, `timeout_ms` is how long the attempt may run, and `suspect` that its worker was lost at the
+-- attempt before, and this is its third or its last. It may be what ends workers: a process runs one such job at a time, or
+-- it would take the attempts of those it was lost with along.
 create function public.claim_jobs(
   worker text,
   max_jobs int default 10,

@@ -83,7 +83,8 @@ begin
   select * into endpoint from private.worker_endpoint();
   insert into private.pokes (request_id, reason)
   select net.http_post(
-    url => endpoint.url,
+    -- One that takes no jobs is not counted below: it starts nobody's.
+    url => endpoint.url || case when poke.reason = 'health' then '?health' else '' end,
     body => poke.body,
     headers => jsonb_build_object('Content-Type', 'application/json', 'Authorization', 'Bearer ' || endpoint.cron_secret),
     timeout_milliseconds => 5000
@@ -235,7 +236,10 @@ begin
   delete from cron.job_run_details d
   -- By command: a job that is scheduled anew has a new id.
   where d.command in ('select private.tick()', 'select private.prune_cron_history()')
-    and d.start_time < clock_timestamp() - interval '1 day';
+    -- By number: what failed before it began has no time.
+    and d.runid <= (
+      select max(o.runid) from cron.job_run_details o where o.start_time < clock_timestamp() - interval '1 day'
+    );
 end $$;
 
 revoke all on function private.worker_endpoint, private.poke, private.count_queued_pokes, private.wake, private.ready_jobs,
@@ -469,7 +473,7 @@ begin
       when answer.status_code is null then coalesce(answer.error_msg, 'timed out')
       else answer.status_code || case when ok then '' else coalesce(' ' || left(answer.content, 300), '') end end);
     -- A server that is not ours may send back what it was sent.
-    detail := replace(detail, coalesce(split_part(private.vault_secret('cron_secret'), ',', 1), ''), '…');
+    detail := replace(detail, coalesce(btrim(split_part(private.vault_secret('cron_secret'), ',', 1)), ''), '…');
     todo := case
       when ok then null
       when answer.id is null then 'Ask again in a few seconds. If it stays so, pg_net keeps no answers: see its setting pg_net.ttl.'

@@ -14,7 +14,9 @@ import { type Load, seeded, startAudit, startLoad } from "./load.ts";
 export interface ChaosOptions {
   seed: number;
   /** For the faults, in an order that comes from the seed, each of them once before any comes again. */
-  faultSeconds: number;
+  faultSeconds?: number;
+  /** These, by name and each once in this order, instead. */
+  faults?: string[];
   /** Then the worker is killed every two to four seconds for as long as this. */
   stormSeconds: number;
   /** 60: the files as they are shipped. Else the engine's lease is changed, and its heartbeat to a third. */
@@ -97,7 +99,7 @@ export async function runChaos(options: ChaosOptions): Promise<ChaosReport> {
 }
 
 async function torment(stack: Stack, sql: postgres.Sql, options: ChaosOptions): Promise<ChaosReport> {
-  const { seed, faultSeconds, stormSeconds, leaseSeconds, log, signal } = options;
+  const { seed, faultSeconds = Infinity, stormSeconds, leaseSeconds, log, signal } = options;
   const random = seeded(seed);
   const tallies = new Map<string, Tally>();
   const problems: string[] = [];
@@ -105,7 +107,7 @@ async function torment(stack: Stack, sql: postgres.Sql, options: ChaosOptions): 
   const load = startLoad(stack.databaseUrl, seed);
   try {
     const faultsEnd = performance.now() + faultSeconds * 1000;
-    for (const fault of inTurn(random)) {
+    for (const fault of options.faults ? named(options.faults) : inTurn(random)) {
       await sleep(500 + 1_000 * random());
       if (performance.now() >= faultsEnd || signal?.aborted) break;
       await inflict(fault);
@@ -155,6 +157,14 @@ async function torment(stack: Stack, sql: postgres.Sql, options: ChaosOptions): 
 }
 
 const sleep = (ms: number) => new Promise<void>((resolve) => setTimeout(resolve, ms));
+
+function named(names: string[]): Fault[] {
+  return names.map((name) => {
+    const fault = faults.find((each) => each.name === name);
+    if (!fault) throw new Error(`there is no fault "${name}"`);
+    return fault;
+  });
+}
 
 /** Every fault once, in an order that comes from the seed, then again in another. */
 function* inTurn(random: () => number): Generator<Fault> {

@@ -14,6 +14,7 @@ import {
   queuedPokes,
   setUpDispatch,
   sharedDatabase,
+  workerUrl,
 } from "./queue.ts";
 
 const db = sharedDatabase();
@@ -228,7 +229,7 @@ Deno.test("asking tries the worker, every 40 seconds or every ten while it does 
     await recordAnswer(db.sql, answer);
     await db.sql`update private.pokes set poked_at = clock_timestamp() - ${age}::interval where true`;
     await Promise.all(Array.from({ length: 8 }, () => item(db.sql, "worker")));
-    return await queuedPokes(db.sql);
+    return (await db.sql`select from net.http_request_queue where url = ${`${workerUrl}?health`}`).count;
   };
   assert.equal(await tries("39 seconds", looked), 0);
   assert.equal(await tries("41 seconds", looked), 1);
@@ -236,6 +237,28 @@ Deno.test("asking tries the worker, every 40 seconds or every ten while it does 
   assert.equal(await tries("11 seconds", { status: 500 }), 1);
   // What was known is shown meanwhile.
   assert.match((await item(db.sql, "worker")).detail, /: 500$/);
+});
+
+Deno.test("what asking sends takes no job, so neither a wake nor the tick counts on it", async () => {
+  await setUpDispatch(db);
+  await health(db.sql);
+  assert.equal(await queuedPokes(db.sql), 0);
+  await enqueue(db.sql);
+  assert.equal(await queuedPokes(db.sql), 1);
+  await emptyNetQueue(db.sql);
+  await db.sql`delete from private.pokes where true`;
+  await health(db.sql);
+  await db.sql`select private.tick()`;
+  assert.equal(await queuedPokes(db.sql), 1);
+});
+
+Deno.test("a secret that somebody else's server sends back is not shown, though it is one of two", async () => {
+  await setUpDispatch(db);
+  await setVaultSecrets(db.url("postgres"), { cron_secret: ` ${cronSecret} , ${"o".repeat(40)}` });
+  await recordAnswer(db.sql, { status: 200, content: `you sent Bearer ${cronSecret}` });
+  const { ok, detail } = await item(db.sql, "worker");
+  assert.equal(ok, false);
+  assert.match(detail, /: 200 you sent Bearer …/);
 });
 
 Deno.test("nothing is tried while dispatch is off, settings are missing or a poke is queued", async () => {

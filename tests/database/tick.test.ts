@@ -153,6 +153,10 @@ Deno.test("prune_cron_history removes this template's rows of more than a day ag
     select ${id?.schedule}, 'postgres', command, age, now() - age::interval
     from unnest(array['select private.tick()', 'select private.prune_cron_history()', 'select 1']) command,
       unnest(array['25 hours', '23 hours']) age`;
+  // It failed before it began, for want of a connection.
+  await db.connect("supabase_admin", { max: 1 })`
+    insert into cron.job_run_details (runid, username, status, command)
+    values (0, 'postgres', 'failed', 'select private.tick()')`;
   await db.sql`select private.prune_cron_history()`;
   const left = await db.sql`select command, return_message from cron.job_run_details order by 1, 2`;
   assert.deepEqual(left.map((row) => `${row.command} ${row.return_message}`), [

@@ -1,4 +1,5 @@
 import assert from "node:assert/strict";
+import { log } from "../../supabase/functions/_shared/log.ts";
 import {
   errorText,
   JobError,
@@ -14,6 +15,10 @@ Deno.test("an error's text is its name, its message and its causes", () => {
   assert.equal(
     errorText(new Error("outer", { cause: new Error("middle", { cause: "inner" }) })),
     "Error: outer\ncaused by Error: middle\ncaused by inner",
+  );
+  assert.equal(
+    errorText(new AggregateError([new Error("one"), "two"], "all failed")),
+    "AggregateError: all failed\ncaused by Error: one\ncaused by two",
   );
   const error = new Error("its own cause");
   error.cause = error;
@@ -79,4 +84,28 @@ Deno.test("a long text is cut at 10,000 characters, and says so", () => {
   );
   const split = errorText("x".repeat(9_999) + "😀 and more");
   assert(split.isWellFormed() && split.startsWith(`${"x".repeat(9_999)}\ufffd…`));
+});
+
+Deno.test("a line of the log has 10,000 characters at most, and is JSON", () => {
+  const lines: string[] = [];
+  const { error } = console;
+  console.error = (line: string) => lines.push(line);
+  try {
+    for (const text of ["short", "x".repeat(20_000), '{"a":"b"}'.repeat(2_000), "\u0001".repeat(20_000)]) {
+      log("error", "tried", { id: "1", ids: Array(1_000).fill(crypto.randomUUID()), error: text });
+    }
+  } finally {
+    console.error = error;
+  }
+  for (const line of lines) {
+    assert(line.length <= 10_000, `${line.length}`);
+    assert.deepEqual({ ...JSON.parse(line), ids: [], error: "" }, {
+      level: "error",
+      event: "tried",
+      id: "1",
+      ids: [],
+      error: "",
+    });
+  }
+  assert.equal(lines.length, 4);
 });

@@ -204,3 +204,22 @@ Deno.test("a poke is answered 202 while the job it starts is still at work", asy
   await Deno.writeTextFile(`${file}.gate`, "");
   await until("the job to succeed", async () => await status() === "succeeded");
 });
+
+Deno.test("a poke that comes while a call for other kinds is starting finds its jobs all the same", async () => {
+  const { sql, services: { functions } } = stack;
+  const pid = functions.pid("job-worker");
+  assert(pid);
+  Deno.kill(pid, "SIGKILL");
+  await until("another worker", () => ![undefined, pid].includes(functions.pid("job-worker")));
+  const [job] = await sql`select enqueue_job('echo', '{"n": 1}') as id`;
+  const other = stack.call("job-worker", { wait: true, kinds: ["none"] });
+  await new Promise((resolve) => setTimeout(resolve, 5));
+  const poke = await stack.call("job-worker");
+  assert.equal(poke.status, 202);
+  await poke.body?.cancel();
+  await (await other).body?.cancel();
+  await until("the job to succeed", async () => {
+    const [row] = await sql`select status from jobs where id = ${job?.id}`;
+    return row?.status === "succeeded";
+  });
+});

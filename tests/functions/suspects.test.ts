@@ -80,3 +80,23 @@ Deno.test("suspects run one after the other, and other jobs beside them", async 
   assert((await spans(others)).some(({ from, to }) => from < first.to && to > first.from));
   assert((await jobs(suspects)).every(({ attempts }) => attempts === 3));
 });
+
+Deno.test("while one suspect runs, the others come back about one a second, and no call counts them", async () => {
+  const { sql } = stack;
+  const suspects = await enqueue("append", { file: newFile(), ms: 3_000 }, 60);
+  await sql`
+    update jobs set attempts = 2, last_error = 'lease expired: worker edge-0 neither finished' where id = any(${suspects})`;
+  const response = await stack.call("job-worker", { wait: true, maxJobs: 2 });
+  const { results }: { results: { status: string }[] } = await response.json();
+  assert(
+    results.length > 0 && results.every(({ status }) => status === "succeeded"),
+    JSON.stringify(results),
+  );
+  const [waits] = await sql`
+    select count(*)::int as jobs, max(attempts) as attempts,
+      max(extract(epoch from available_at - updated_at))::int as longest
+    from jobs where id = any(${suspects}) and status = 'pending'`;
+  assert(waits?.jobs > 50 && waits.longest >= waits.jobs - 5, JSON.stringify(waits));
+  assert.equal(waits.attempts, 2);
+  await sql`delete from jobs where id = any(${suspects})`;
+});

@@ -138,6 +138,29 @@ Deno.test("an enqueuing transaction that is left open holds up nobody's job, and
   }
 });
 
+Deno.test("a worker that leaves a kind out makes no promise: an enqueue beside it pokes", async () => {
+  const { sql } = stack;
+  await sql`
+    insert into job_kinds (kind, timeout_ms) values ('describe', 80000)
+    on conflict (kind) do update set timeout_ms = excluded.timeout_ms`;
+  await until("a worker to have heard of it", async () => {
+    await (await stack.call("job-worker", { wait: true })).body?.cancel();
+    return stack.lines.some((line) => line.includes('"kind_not_claimed"'));
+  });
+  await untilIdle();
+  const before = await pokes();
+  for (let n = 1; n <= 3; n++) {
+    const [row] = await sql`select enqueue_job('echo', '{"n": 1}') as id`;
+    await untilSucceeded([row?.id], 5_000);
+    await until("the poke to be over", async () => {
+      const [row] = await sql`select not exists (select from net.http_request_queue) as over`;
+      return row?.over;
+    });
+    assert(await pokes() >= before + n, "each enqueue poked");
+  }
+  await sql`delete from job_kinds where kind = 'describe'`;
+});
+
 Deno.test("an idle stack makes no function calls", async () => {
   const { sql } = stack;
   await sql`select enqueue_job('echo', delay => '1 hour')`;

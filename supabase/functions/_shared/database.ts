@@ -27,8 +27,9 @@ export function requireDatabase(): void {
  */
 export async function callDatabase(name: string, args: Record<string, unknown>): Promise<unknown> {
   const controller = new AbortController();
+  const call = serviceClient().rpc(name, args).abortSignal(controller.signal);
   const cancelTimeout = after(10_000, () => controller.abort(new Error("no answer within 10 s")));
-  const { data, error, status } = await serviceClient().rpc(name, args).abortSignal(controller.signal);
+  const { data, error, status } = await call;
   cancelTimeout();
   // JSON.stringify has a limit of its own, and nothing was sent.
   if (error?.message.startsWith("RangeError: ")) {

@@ -60,8 +60,10 @@ function describe(thrown: unknown, depth: number): string {
       ? thrown
       : `thrown ${typeof thrown}: ${JSON.stringify(thrown) ?? String(thrown)}`;
   }
-  const text = `${thrown.name}: ${thrown.message}`;
-  return thrown.cause === undefined || depth === 3
-    ? text
-    : `${text}\ncaused by ${describe(thrown.cause, depth + 1)}`;
+  const causes = thrown.cause === undefined ? [] : [thrown.cause];
+  if (thrown instanceof AggregateError) causes.push(...thrown.errors.slice(0, 3));
+  return [
+    `${thrown.name}: ${thrown.message}`,
+    ...(depth === 3 ? [] : causes).map((cause) => `caused by ${describe(cause, depth + 1)}`),
+  ].join("\n");
 }

@@ -16,15 +16,18 @@ export function log(
   if (level === "error" && Deno.env.get("SENTRY_DSN")) report(event, fields, thrown);
 }
 
-/** Supabase cuts a line of the log at 10,000 characters, and what is cut is no JSON. */
-const MAX_TEXT_LENGTH = 8_000;
+/** What Supabase keeps of a line of the log; what is cut is no JSON. */
+const MAX_LINE_LENGTH = 10_000;
 
 /** The line alone. */
 export function writeLine(level: "info" | "error", event: string, fields: Record<string, unknown>): void {
-  const line = JSON.stringify(
-    { level, event, ...fields },
-    (_, value) => typeof value === "string" ? value.slice(0, MAX_TEXT_LENGTH) : value,
-  );
+  let line = JSON.stringify({ level, event, ...fields });
+  for (let most = MAX_LINE_LENGTH / 2; line.length > MAX_LINE_LENGTH && most > 1; most /= 2) {
+    line = JSON.stringify(
+      { level, event, ...fields },
+      (_, value) => typeof value === "string" || Array.isArray(value) ? value.slice(0, most) : value,
+    );
+  }
   if (level === "error") console.error(line);
   else console.log(line);
 }

@@ -44,6 +44,15 @@ export function report(event: string, fields: Record<string, unknown>, thrown: u
 }
 
 async function drain(): Promise<void> {
+  try {
+    await sendAll();
+  } finally {
+    // Together with the last look: whatever is reported later starts it again.
+    draining = undefined;
+  }
+}
+
+async function sendAll(): Promise<void> {
   while (waiting.length > 0) {
     const batch = waiting.splice(0, BATCH);
     taken = 0;
@@ -61,8 +70,6 @@ async function drain(): Promise<void> {
       });
     }
   }
-  // Together with the look above: whatever is reported later starts it again.
-  draining = undefined;
 }
 
 function capture({ event, fields: { id, kind, attempt, error, ...extra }, thrown }: Report): void {

@@ -4,13 +4,13 @@ import { log } from "./log.ts";
 import { type ClaimedJob, completeJobs, failJobs, type Failure, releaseJobs } from "./queue.ts";
 
 /** `lost`: the lease was, so what the handler did was refused. `released`: given back, the attempt not counted. */
-export type JobStatus = "succeeded" | "pending" | "dead" | "released" | "lost";
+type JobStatus = "succeeded" | "pending" | "dead" | "released" | "lost";
 
-/** A job that a worker has settled, and what became of it. */
+/** A job whose attempt a worker has ended, and what became of it. */
 export interface Settled {
   id: string;
   kind: string;
-  status: JobStatus;
+  status: Exclude<JobStatus, "released">;
 }
 
 interface Completion {
@@ -144,7 +144,7 @@ export function createSettler(held: Set<Held>, results: Settled[]) {
   /** `repeated`: an earlier call may have settled it already, and only its answer was lost. */
   function settled(entry: Held, status: JobStatus, repeated = false): void {
     held.delete(entry);
-    results.push({ id: entry.job.id, kind: entry.job.kind, status });
+    if (status !== "released") results.push({ id: entry.job.id, kind: entry.job.kind, status });
     if (status === "lost") {
       const { id, kind, attempts: attempt } = entry.job;
       log("error", repeated ? "settled_before_or_lease_lost" : "lease_lost", { id, kind, attempt });

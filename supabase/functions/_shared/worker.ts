@@ -17,8 +17,9 @@ const AWAKE_FOR_SECONDS = 1;
  */
 const STOP_MS = 2_000;
 const WALL_CLOCK_STOP_MS = 10_000;
-/** For how long a suspect is given back while this isolate runs another. */
-const SUSPECT_DELAY_SECONDS = 1;
+/** How long a suspect waits for another's end to be settled before it is put off as well. */
+const SUSPECT_WAIT_MS = 5_000;
+const MAX_PUT_OFF_SECONDS = 600;
 
 export interface WorkOptions {
   /** Only these kinds; all by default. */
@@ -58,6 +59,8 @@ const MAX_POOLS = 4;
 
 /** The job that this isolate runs although it may be what ends workers: one at a time. */
 let suspect: Held | undefined;
+/** How many have been put off meanwhile. Each waits a second longer than the one before, so that about one a second is back. */
+let putOff = 0;
 
 /**
  * For a poke: has a running pool of this isolate look now, or starts another when all are full and fewer than four run.
@@ -90,11 +93,12 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   let running = 0;
   let claimed = 0;
   let accepting = true;
-  let takesAll = true;
+  let takesAll = !options.kinds;
   let gaveUp: unknown;
 
+  const isTold = () => signal?.aborted || retirement?.aborted;
   const pool: Pool = {
-    hasRoom: () => accepting && takesAll && running < slots && claimed < maxJobs,
+    hasRoom: () => accepting && !isTold() && takesAll && running < slots && claimed < maxJobs,
     nudge: () => bell.ring(),
     held,
   };
@@ -146,7 +150,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
     let looksLeft = 2;
     let failures = 0;
     while (true) {
-      if (signal?.aborted || retirement?.aborted) {
+      if (isTold()) {
         // Nobody pokes while the promise stands. A claim of no kinds takes it back.
         if (linger) await claimJobs(worker, { kinds: [] }).catch(() => {});
         // Whoever waits for the report is told that there may be more.
@@ -243,15 +247,25 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
    * given back first, or it would take an attempt of each with it again and again.
    */
   async function attemptSuspect(entry: Held): Promise<Outcome> {
-    if (suspect) return { stopped: "released", delay: SUSPECT_DELAY_SECONDS };
+    if (suspect) return putItOff();
     suspect = entry;
     try {
       const isBesideOthers = () =>
         [...pools].some(({ held }) => [...held].some((other) => other !== entry && other.job.suspect));
-      do await sleep(POLL_MS); while (!entry.stopped && isBesideOthers());
+      const waitUntil = performance.now() + SUSPECT_WAIT_MS;
+      do {
+        await sleep(POLL_MS);
+        if (performance.now() > waitUntil) return putItOff();
+      } while (!entry.stopped && isBesideOthers());
+      putOff = Math.max(0, putOff - 1);
       return await attempt(app, entry);
     } finally {
       suspect = undefined;
+    }
+
+    function putItOff(): Outcome {
+      claimed--;
+      return { stopped: "released", delay: Math.min(++putOff, MAX_PUT_OFF_SECONDS) };
     }
   }
 
