@@ -4,6 +4,21 @@
 -- before it commits. A plain insert into jobs does the same; this function adds readable errors and delays as intervals,
 -- so that a caller's clock never matters.
 
+-- A payload has 4 MB of JSON at most, however it comes in: a claim of ten must fit into a function's memory, and into the
+-- API's time. The condition is looked at by the insert itself; an update of the job never does.
+create function private.refuse_payload() returns trigger
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  raise exception 'jobs: the payload has % bytes of JSON, more than 4000000', octet_length(new.payload::text)
+    using errcode = '22023', hint = 'Keep it in Storage or in a table of yours, and enqueue where it is.';
+end $$;
+revoke all on function private.refuse_payload from public, anon, authenticated, service_role;
+
+create trigger refuse_payload before insert on public.jobs
+  for each row when (octet_length(new.payload::text) > 4000000) execute function private.refuse_payload();
+
 -- Enqueues a job and returns its id. `delay` counts from now on the database's clock; `available_at` is a time; at most
 -- one of the two. `max_attempts` null: as job_kinds says, else 5. `context` is handed to the handler as it is.
 -- Raises 22023 naming the argument that is not usable.

@@ -53,16 +53,20 @@ begin
   return found_kinds;
 end $$;
 
--- Up to `max_jobs` due jobs of one kind, locked, a priority at a time; `taken` are locked already by this claim.
-create function private.pick_jobs(kind text, max_jobs int, taken uuid[]) returns uuid[]
+-- Up to `max_jobs` due jobs of one kind, locked, a priority at a time; `taken` are locked already by this claim. A suspect
+-- has lost its worker at its last attempt, and this is its third or its final one.
+create function private.pick_jobs(kind text, max_jobs int, taken uuid[], out ids uuid[], out suspects uuid[])
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-  ids uuid[] := '{}';
   lowest_first constant boolean := random() < 0.1;
   level int := case when lowest_first then -101 else 101 end;
+  most constant int := coalesce((select k.max_attempts from public.job_kinds k where k.kind = pick_jobs.kind), 5);
+  picked record;
 begin
+  ids := '{}';
+  suspects := '{}';
   loop
     if lowest_first then
       select j.priority into level from public.jobs j
@@ -76,17 +80,21 @@ begin
       limit 1;
     end if;
     exit when not found;
-    ids := ids || array(
-      select j.id from public.jobs j
+    select coalesce(array_agg(p.id), '{}') as ids, coalesce(array_agg(p.id) filter (where p.suspect), '{}') as suspects
+    into picked
+    from (
+      select j.id, j.attempts + 1 >= least(coalesce(j.max_attempts, most), 3) and j.last_error like 'lease expired:%' as suspect
+      from public.jobs j
       where j.status = 'pending' and j.kind = pick_jobs.kind and j.priority = level
         and j.available_at <= (select clock_timestamp()) and j.id <> all (pick_jobs.taken)
       order by j.available_at, j.id
       limit pick_jobs.max_jobs - cardinality(ids)
       for no key update skip locked
-    );
+    ) p;
+    ids := ids || picked.ids;
+    suspects := suspects || picked.suspects;
     exit when cardinality(ids) >= pick_jobs.max_jobs;
   end loop;
-  return ids;
 end $$;
 
 revoke all on function private.waiting_kinds, private.pick_jobs from public, anon, authenticated;
@@ -124,8 +132,8 @@ grant select, insert, update, delete on private.awake_workers to service_role;
 --                  time, takes the promise back, since such a worker takes no more work for now.
 --
 -- Of a job that it gives, `timeout_ms` is how long the attempt may run, and `suspect` that its worker was lost at the
--- attempt before, and this is its third or its last. It may be what ends workers: a process runs one such job at a time, or
--- it would take the attempts of those it was lost with along.
+-- attempt before, and this is its third or its final one. It may be what ends workers, so a claim gives one such job by
+-- itself, and a process runs it with nothing beside: nobody loses more than two attempts to another's fault.
 create function public.claim_jobs(
   worker text,
   max_jobs int default 10,
@@ -153,7 +161,8 @@ declare
   waiting text[];
   full_kinds text[] := '{}';
   ids uuid[] := '{}';
-  picked uuid[];
+  suspects uuid[] := '{}';
+  picked record;
   share int;
   claimed_at timestamptz;
 begin
@@ -195,15 +204,18 @@ begin
     for i in 1 .. cardinality(waiting) loop
       share := ceil((claim_jobs.max_jobs - cardinality(ids))::numeric / (cardinality(waiting) - i + 1));
       exit when share = 0;
-      picked := private.pick_jobs(waiting[i], share, '{}');
-      ids := ids || picked;
-      if cardinality(picked) = share then
+      select * into picked from private.pick_jobs(waiting[i], share, '{}');
+      ids := ids || picked.ids;
+      suspects := suspects || picked.suspects;
+      if cardinality(picked.ids) = share then
         full_kinds := full_kinds || waiting[i];
       end if;
     end loop;
     for i in 1 .. cardinality(full_kinds) loop
       exit when cardinality(ids) >= claim_jobs.max_jobs;
-      ids := ids || private.pick_jobs(full_kinds[i], claim_jobs.max_jobs - cardinality(ids), ids);
+      select * into picked from private.pick_jobs(full_kinds[i], claim_jobs.max_jobs - cardinality(ids), ids);
+      ids := ids || picked.ids;
+      suspects := suspects || picked.suspects;
     end loop;
 
     -- Of more than 32 kinds these may all be waiting for later: then the next ones are looked at.
@@ -213,6 +225,15 @@ begin
     update private.turn t set kind = start
     where t.one = (select u.one from private.turn u for no key update skip locked);
     insert into private.turn (kind) select start where not exists (select from private.turn) on conflict do nothing;
+  end if;
+
+  -- Either one suspect, or the others: now the one and now the other, so that neither waits for ever.
+  if cardinality(suspects) > 0 then
+    if cardinality(suspects) = cardinality(ids) or random() < 0.25 then
+      ids := suspects[1:1];
+    else
+      ids := array(select i from unnest(ids) i where i <> all (suspects));
+    end if;
   end if;
 
   if claim_jobs.awake_for > interval '0' and cardinality(ids) < claim_jobs.max_jobs then
@@ -244,7 +265,7 @@ begin
   )
   select c.id, c.kind, c.payload, c.attempts, coalesce(c.max_attempts, k.max_attempts, 5), c.lease_token, c.context,
     c.created_at, c.lease_expires_at, coalesce(k.timeout_ms, 45000),
-    c.attempts >= least(coalesce(c.max_attempts, k.max_attempts, 5), 3) and coalesce(c.last_error like 'lease expired:%', false)
+    c.id = any (suspects)
   from claimed c
   left join public.job_kinds k on k.kind = c.kind
   order by c.priority desc, c.available_at, c.id;

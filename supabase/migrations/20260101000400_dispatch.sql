@@ -83,22 +83,28 @@ begin
   select * into endpoint from private.worker_endpoint();
   insert into private.pokes (request_id, reason)
   select net.http_post(
-    -- One that takes no jobs is not counted below: it starts nobody's.
-    url => endpoint.url || case when poke.reason = 'health' then '?health' else '' end,
+    url => endpoint.url,
     body => poke.body,
     headers => jsonb_build_object('Content-Type', 'application/json', 'Authorization', 'Bearer ' || endpoint.cron_secret),
     timeout_milliseconds => 5000
   ), poke.reason;
 end $$;
 
--- How many pokes wait to be sent. One that pg_net is sending is deleted by its open transaction (xmax): it has left, and a
--- slow answer beside it may keep that transaction open for seconds. pg_net's queue has no index.
+-- How many of our pokes that start work wait to be sent. One that pg_net is sending is deleted by its open transaction
+-- (xmax): it has left, and a slow answer beside it may keep that transaction open for seconds. pg_net's queue has no index,
+-- and may hold whatever others send: nothing but the numbers of its requests is looked at.
 create function private.count_queued_pokes() returns bigint
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
 begin
-  return (select count(*) from net.http_request_queue q where q.url like '%/functions/v1/job-worker' and q.xmax = 0);
+  return (
+    select count(*) from net.http_request_queue q
+    where q.xmax = 0 and q.id in (
+      select p.request_id from private.pokes p
+      where p.poked_at > clock_timestamp() - interval '10 minutes' and p.reason <> 'health'
+    )
+  );
 end $$;
 
 -- The wake. A missing extension or secret, a lock or anything else that goes wrong ends here: the tick reports it.
@@ -394,7 +400,9 @@ begin
   if not (select d.enabled from private.dispatch d) then
     raise exception 'dispatch is off' using errcode = '55000';
   end if;
-  if not pg_try_advisory_xact_lock(hashtext('private.try_worker'), 0) then
+  -- One asker at a time. A row, since anybody may take an advisory lock.
+  perform from private.dispatch d where d.one for update skip locked;
+  if not found then
     raise exception 'another transaction is about to' using errcode = '55P03';
   end if;
   if private.count_queued_pokes() > 0 or exists (

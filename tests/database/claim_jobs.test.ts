@@ -36,23 +36,49 @@ Deno.test("a claimed job is leased to the worker, and the attempt is counted", a
   assert.deepEqual(await claim(db.sql), []);
 });
 
-Deno.test("a job whose worker was lost at its second attempt or later, or before its last, is a suspect", async () => {
-  const lost = "lease expired: worker w neither finished the job nor extended its lease by …";
-  const cases: [attempts: number, max: number | null, error: string | null, suspect: boolean][] = [
-    [0, 1, null, false],
-    [1, null, lost, false],
-    [2, null, lost, true],
-    [1, 2, lost, true],
-    [4, 9, lost, true],
-    [2, null, "Error: no such luck", false],
+const lost = "lease expired: worker w neither finished the job nor extended its lease by …";
+
+Deno.test("a job that lost its worker at its last attempt, and is at its third or its final one, is a suspect", async () => {
+  await db.sql`insert into job_kinds (kind, max_attempts) values ('twice', 2)`;
+  const cases: [
+    kind: string,
+    attempts: number,
+    max: number | null,
+    error: string | null,
+    suspect: boolean,
+  ][] = [
+    ["test", 0, 1, null, false],
+    ["test", 1, null, lost, false],
+    ["test", 2, null, lost, true],
+    ["test", 1, 2, lost, true],
+    ["twice", 1, null, lost, true],
+    ["test", 4, 9, lost, true],
+    ["test", 2, null, "Error: no such luck", false],
   ];
-  for (const [attempts, max, error, suspect] of cases) {
-    const id = await enqueue(db.sql);
+  for (const [kind, attempts, max, error, suspect] of cases) {
+    const id = await enqueue(db.sql, kind);
     await db
       .sql`update jobs set attempts = ${attempts}, max_attempts = ${max}, last_error = ${error} where id = ${id}`;
     const claimed = only(await db.sql`select suspect from claim_jobs('w', 1)`);
-    assert.equal(claimed.suspect, suspect, `${attempts} of ${max}, ${error}`);
+    assert.equal(claimed.suspect, suspect, `${kind}, ${attempts} of ${max}, ${error}`);
   }
+});
+
+Deno.test("a claim gives one suspect by itself or any number of others, and neither waits for ever", async () => {
+  await db
+    .sql`insert into jobs (kind, attempts, last_error) select 'test', 2, ${lost} from generate_series(1, 5)`;
+  await db.sql`insert into jobs (kind) select 'test' from generate_series(1, 300)`;
+  await db
+    .sql`insert into jobs (kind, attempts, last_error) select 'another', 2, ${lost} from generate_series(1, 5)`;
+  const sizes: Record<string, number[]> = { suspects: [], others: [] };
+  for (let claims = 0; claims < 500; claims++) {
+    const rows = await db.sql`select suspect from claim_jobs('w', 12)`;
+    if (rows.length === 0) break;
+    const suspects = rows.filter(({ suspect }) => suspect).length;
+    assert.ok(suspects === 0 || rows.length === 1, `${suspects} of ${rows.length}`);
+    sizes[suspects ? "suspects" : "others"]?.push(rows.length);
+  }
+  assert.deepEqual([sizes.suspects?.length, sizes.others?.reduce((sum, n) => sum + n, 0)], [10, 300]);
 });
 
 Deno.test("a claim leaves out the kinds that it excepts, and takes all others, whatever their number", async () => {

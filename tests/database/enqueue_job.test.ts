@@ -76,3 +76,23 @@ Deno.test("an argument that is not usable is refused and named", async () => {
   await assert.rejects(db.sql`select enqueue_job('test', '"\\u0000"'::jsonb)`, { code: "22P05" });
   assert.equal((await db.sql`select from jobs`).count, 0);
 });
+
+Deno.test("a payload of more than 4 MB of JSON is refused, however it comes in, with what to do instead", async () => {
+  const large = db.sql`jsonb_build_object('x', repeat('é', 2000000))`;
+  for (
+    const enqueue of [
+      () => db.sql`select enqueue_job('test', ${large})`,
+      () => db.sql`insert into jobs (kind, payload) values ('test', ${large})`,
+      // A megabyte as it is stored, six as JSON.
+      () => db.sql`select enqueue_job('test', jsonb_build_object('x', repeat(chr(1), 1000000)))`,
+    ]
+  ) {
+    await assert.rejects(async () => await enqueue(), {
+      code: "22023",
+      message: /^jobs: the payload has \d+ bytes of JSON, more than 4000000$/,
+      hint: /Storage/,
+    });
+  }
+  await db.sql`select enqueue_job('test', jsonb_build_object('x', repeat('é', 1900000)))`;
+  assert.equal((await db.sql`select from jobs`).count, 1);
+});

@@ -31,6 +31,8 @@ Deno.test("anything else that can be thrown has a text as well", () => {
   for (
     const [thrown, text] of [
       ["just text", "just text"],
+      ["unknown_kind: mine", 'thrown string: "unknown_kind: mine"'],
+      ["lease expired: not so", 'thrown string: "lease expired: not so"'],
       ["", ""],
       [null, "thrown object: null"],
       [undefined, "thrown undefined: undefined"],

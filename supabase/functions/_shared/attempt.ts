@@ -1,4 +1,4 @@
-import { errorText, PermanentError, RetryAfterError } from "./errors.ts";
+import { errorText, PermanentError, RetryAfterError, safeText } from "./errors.ts";
 import type { Handler, Job, KindDeclarations } from "./kinds.ts";
 import type { ClaimedJob, Failure } from "./queue.ts";
 import { after } from "./timer.ts";
@@ -54,7 +54,11 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
     const parsed = await Promise.race([kind.schema.safeParseAsync(job.payload), stopped]);
     if (!parsed.success) {
       return {
-        failed: { error: `invalid_payload: ${describeIssue(parsed.error.issues[0])}`, permanent: true },
+        // A path has keys of the payload, whatever they are.
+        failed: {
+          error: safeText(`invalid_payload: ${describeIssue(parsed.error.issues[0])}`, MAX_ISSUE_LENGTH),
+          permanent: true,
+        },
       };
     }
     const described: Job = {
@@ -90,6 +94,7 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
   }
 }
 
+const MAX_ISSUE_LENGTH = 1_000;
 const MAX_RESULT_LENGTH = 1_000_000;
 const CUT_RESULT_LENGTH = 10_000;
 

@@ -26,6 +26,8 @@ export class RetryAfterError extends Error {
 }
 
 const MAX_ERROR_LENGTH = 10_000;
+/** How the errors begin that the engine itself acts on: no thrown text may pass for one. */
+const ENGINE_WORDS = /^(unknown_kind|lease expired)/;
 
 /**
  * What was thrown, as a text for last_error, the log and Sentry: name, message and the causes below it, at most `maxLength`
@@ -56,7 +58,7 @@ export function safeText(text: string, maxLength: number): string {
 
 function describe(thrown: unknown, depth: number): string {
   if (!(thrown instanceof Error)) {
-    return typeof thrown === "string"
+    return typeof thrown === "string" && !ENGINE_WORDS.test(thrown)
       ? thrown
       : `thrown ${typeof thrown}: ${JSON.stringify(thrown) ?? String(thrown)}`;
   }

@@ -17,9 +17,8 @@ const AWAKE_FOR_SECONDS = 1;
  */
 const STOP_MS = 2_000;
 const WALL_CLOCK_STOP_MS = 10_000;
-/** How long a suspect waits for another's end to be settled before it is put off as well. */
-const SUSPECT_WAIT_MS = 5_000;
-const MAX_PUT_OFF_SECONDS = 600;
+/** For how long a suspect is given back when this isolate has another, or no time for it. */
+const SUSPECT_DELAY_SECONDS = 5;
 
 export interface WorkOptions {
   /** Only these kinds; all by default. */
@@ -52,15 +51,14 @@ export interface WorkReport {
 interface Pool {
   hasRoom(): boolean;
   nudge(): void;
-  held: Set<Held>;
+  /** Whether it has claimed anything beside this job, or is about to. */
+  isBusyBeside(entry: Held): boolean;
 }
 const pools = new Set<Pool>();
 const MAX_POOLS = 4;
 
-/** The job that this isolate runs although it may be what ends workers: one at a time. */
+/** The job that may be what ends workers, while it waits to be alone in this isolate or runs: nothing else is claimed then. */
 let suspect: Held | undefined;
-/** How many have been put off meanwhile. Each waits a second longer than the one before, so that about one a second is back. */
-let putOff = 0;
 
 /**
  * For a poke: has a running pool of this isolate look now, or starts another when all are full and fewer than four run.
@@ -94,13 +92,14 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   let claimed = 0;
   let accepting = true;
   let takesAll = !options.kinds;
+  let claiming = false;
   let gaveUp: unknown;
 
   const isTold = () => signal?.aborted || retirement?.aborted;
   const pool: Pool = {
     hasRoom: () => accepting && !isTold() && takesAll && running < slots && claimed < maxJobs,
     nudge: () => bell.ring(),
-    held,
+    isBusyBeside: (entry) => claiming || held.size > (held.has(entry) ? 1 : 0),
   };
   pools.add(pool);
   signal?.addEventListener("abort", bell.ring);
@@ -162,7 +161,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
       // While its promise stands nobody pokes, so a successor takes over; but not from one that had nothing to do.
       if (!claims) return full || (lingers && claimed > 0);
       takesAll = claims.exceptKinds?.length === 0;
-      if (running >= slots) {
+      if (running >= slots || suspect) {
         await bell.wait();
         continue;
       }
@@ -170,6 +169,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
       const room = Math.min(slots - running, maxJobs - claimed);
       const calledAt = performance.now();
       let jobs: ClaimedJob[];
+      claiming = true;
       try {
         jobs = await claimJobs(worker, {
           maxJobs: room,
@@ -187,6 +187,8 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
         }
         await bell.wait(100 * 2 ** failures);
         continue;
+      } finally {
+        claiming = false;
       }
       for (const job of jobs) start(job, calledAt);
       claimed += jobs.length;
@@ -243,29 +245,26 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   }
 
   /**
-   * Runs a job that may be what ends workers, when no other such job is in this isolate: those that it was lost with are
-   * given back first, or it would take an attempt of each with it again and again.
+   * Runs a job that may be what ends workers when all else in this isolate is over and settled: should it do so again, it
+   * takes nothing with it. It is given back when its timeout no longer fits into what that leaves of the lifetime.
    */
   async function attemptSuspect(entry: Held): Promise<Outcome> {
-    if (suspect) return putItOff();
+    if (suspect) return giveBack();
     suspect = entry;
     try {
-      const isBesideOthers = () =>
-        [...pools].some(({ held }) => [...held].some((other) => other !== entry && other.job.suspect));
-      const waitUntil = performance.now() + SUSPECT_WAIT_MS;
       do {
         await sleep(POLL_MS);
-        if (performance.now() > waitUntil) return putItOff();
-      } while (!entry.stopped && isBesideOthers());
-      putOff = Math.max(0, putOff - 1);
+        if (performance.now() + entry.job.timeoutMs > endsAt) return giveBack();
+      } while (!entry.stopped && [...pools].some((each) => each.isBusyBeside(entry)));
       return await attempt(app, entry);
     } finally {
-      suspect = undefined;
+      if (suspect === entry) suspect = undefined;
+      for (const each of pools) each.nudge();
     }
 
-    function putItOff(): Outcome {
+    function giveBack(): Outcome {
       claimed--;
-      return { stopped: "released", delay: Math.min(++putOff, MAX_PUT_OFF_SECONDS) };
+      return { stopped: "released", delay: SUSPECT_DELAY_SECONDS };
     }
   }
 
