@@ -141,13 +141,26 @@ export async function startStack(options: {
         const { signal, code } = await database.exited;
         if (stopping) return;
         log(`Postgres ended (${signal ?? `exit code ${code}`}); starting it again`);
-        database = await startDatabase();
-        if (stopping) return await database.stop();
+        await restartDatabase();
       }
     };
-    const keeping = keepDatabase().catch((error) =>
-      log(`Postgres cannot be started again: ${error.message}`)
-    );
+    const restartDatabase = async () => {
+      for (let delayMs = 500; !stopping; delayMs = Math.min(delayMs * 2, 5_000)) {
+        try {
+          database = await startDatabase();
+          if (stopping) await database.stop();
+          return;
+        } catch (error) {
+          log(
+            `Postgres cannot be started, and will be tried again: ${
+              error instanceof Error ? error.message : error
+            }`,
+          );
+          await new Promise((resolve) => setTimeout(resolve, delayMs));
+        }
+      }
+    };
+    const keeping = keepDatabase();
     stops.push(async () => {
       stopping = true;
       await database.stop();

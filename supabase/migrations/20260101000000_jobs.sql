@@ -139,50 +139,58 @@ grant select, insert, update, delete on public.jobs, public.job_failures, public
 -- [{"kind": "send_email", "max_attempts": 8, "timeout_ms": 10000, "backoff_base": "30 s", …}].
 --
 -- While a deploy rolls out, a worker of the old code buries jobs of a kind that only the new code knows. Those of the last
--- day go back, uncounted and in their old order, when a worker that knows the kind declares it: 1000 at a time.
+-- day go back, uncounted and in their old order, when a worker that knows the kind declares it: 1000 of each at a time.
 create function public.declare_job_kinds(declarations jsonb)
 returns table (kind text, max_attempts int, timeout_ms int)
 language plpgsql
 set search_path = pg_catalog, pg_temp
 set enable_seqscan = off
 set jit = off
+set lock_timeout = '1s'
 as $$
 #variable_conflict use_column
 begin
-  insert into public.job_kinds as k
-    (kind, max_attempts, timeout_ms, backoff_base, backoff_factor, backoff_cap, backoff_jitter, declared)
-  select d.kind, d.max_attempts, d.timeout_ms, d.backoff_base, d.backoff_factor, d.backoff_cap, d.backoff_jitter, c.declared
-  from jsonb_array_elements(declarations) e
-  cross join lateral jsonb_populate_record(null::public.job_kinds, e) d
-  cross join lateral (select to_jsonb(d) - 'kind' - 'declared' as declared) c
-  -- A conflict locks the row even when there is nothing to change, and an operator's open transaction would then hold up
-  -- every worker that starts.
-  where not exists (select from public.job_kinds o where o.kind = d.kind and o.declared = c.declared)
-  order by d.kind
-  on conflict (kind) do update set
-    (max_attempts, timeout_ms, backoff_base, backoff_factor, backoff_cap, backoff_jitter, declared) = (
-      select m.max_attempts, m.timeout_ms, m.backoff_base, m.backoff_factor, m.backoff_cap, m.backoff_jitter, excluded.declared
-      from jsonb_populate_record(
-        null::public.job_kinds,
-        -- What an operator changed since the last declaration wins over the new one.
-        excluded.declared || coalesce((
-          select jsonb_object_agg(c.key, c.value)
-          from jsonb_each(to_jsonb(k) - 'kind' - 'declared') c
-          where c.value is distinct from coalesce(k.declared -> c.key, 'null')
-        ), '{}')
-      ) m
-    );
+  -- Somebody who changes a kind's row keeps it locked until his transaction ends. What holds now is then given back, and the
+  -- next worker declares.
+  begin
+    insert into public.job_kinds as k
+      (kind, max_attempts, timeout_ms, backoff_base, backoff_factor, backoff_cap, backoff_jitter, declared)
+    select d.kind, d.max_attempts, d.timeout_ms, d.backoff_base, d.backoff_factor, d.backoff_cap, d.backoff_jitter, c.declared
+    from jsonb_array_elements(declarations) e
+    cross join lateral jsonb_populate_record(null::public.job_kinds, e) d
+    cross join lateral (select to_jsonb(d) - 'kind' - 'declared' as declared) c
+    -- A conflict locks the row even when there is nothing to change, and an operator's open transaction would then hold up
+    -- every worker that starts.
+    where not exists (select from public.job_kinds o where o.kind = d.kind and o.declared = c.declared)
+    order by d.kind
+    on conflict (kind) do update set
+      (max_attempts, timeout_ms, backoff_base, backoff_factor, backoff_cap, backoff_jitter, declared) = (
+        select m.max_attempts, m.timeout_ms, m.backoff_base, m.backoff_factor, m.backoff_cap, m.backoff_jitter, excluded.declared
+        from jsonb_populate_record(
+          null::public.job_kinds,
+          -- What an operator changed since the last declaration wins over the new one.
+          excluded.declared || coalesce((
+            select jsonb_object_agg(c.key, c.value)
+            from jsonb_each(to_jsonb(k) - 'kind' - 'declared') c
+            where c.value is distinct from coalesce(k.declared -> c.key, 'null')
+          ), '{}')
+        ) m
+      );
+  exception when lock_not_available then
+    null;
+  end;
 
   update public.jobs j
   set status = 'pending', attempts = greatest(j.attempts - 1, 0), finished_at = null, updated_at = clock_timestamp()
   where j.id = any (array(
     select d.id from jsonb_array_elements(declarations) e
-    join public.jobs d on d.kind = e ->> 'kind'
-    where d.status = 'dead' and d.last_error like 'unknown_kind:%' and d.last_error = 'unknown_kind: ' || d.kind
-      and d.finished_at > (select clock_timestamp()) - interval '1 day'
-    order by d.id
-    limit 1000
-    for no key update of d skip locked
+    cross join lateral (
+      select o.id from public.jobs o
+      where o.kind = e ->> 'kind' and o.status = 'dead' and o.last_error like 'unknown_kind:%'
+        and o.last_error = 'unknown_kind: ' || o.kind and o.finished_at > (select clock_timestamp()) - interval '1 day'
+      limit 1000
+      for no key update skip locked
+    ) d
   ));
 
   return query

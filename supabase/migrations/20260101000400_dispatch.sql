@@ -28,7 +28,7 @@ end $$;
 
 -- Which pg_net requests were ours, so that their answers can be found. Unlogged, as pg_net's own tables are.
 create unlogged table private.pokes (
-  request_id bigint not null,
+  request_id bigint primary key,
   reason text not null,
   poked_at timestamptz not null default clock_timestamp()
 );
@@ -87,7 +87,9 @@ begin
     body => poke.body,
     headers => jsonb_build_object('Content-Type', 'application/json', 'Authorization', 'Bearer ' || endpoint.cron_secret),
     timeout_milliseconds => 5000
-  ), poke.reason;
+  ), poke.reason
+  -- pg_net was created anew, and its numbers begin anew.
+  on conflict (request_id) do update set reason = excluded.reason, poked_at = excluded.poked_at;
 end $$;
 
 -- How many of our pokes that start work wait to be sent. One that pg_net is sending is deleted by its open transaction
@@ -463,7 +465,7 @@ begin
   -- One that is being sent (xmax) may wait for a slow answer beside it.
   select min(p.poked_at) into queued_since
   from private.pokes p
-  join net.http_request_queue q on q.id = p.request_id
+  join net.http_request_queue q on q.id = p.request_id and q.url like '%/functions/v1/job-worker'
   where q.xmax = 0 or p.poked_at < clock_timestamp() - interval '30 seconds';
 
   if queued_since < clock_timestamp() - interval '15 seconds' then

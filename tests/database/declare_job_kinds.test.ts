@@ -151,3 +151,23 @@ Deno.test("what a declaration costs does not depend on how many jobs there are, 
   const { buffers } = await cost(db.sql, `select * from declare_job_kinds('[{"kind": "test"}]')`);
   assert.ok(buffers < 200, `${buffers} buffers`);
 });
+
+Deno.test("an operator's open transaction holds up no worker that declares something new: the next one does", async () => {
+  await declare(db.sql, { max_attempts: 8 });
+  const operator = await openTransaction(db);
+  await operator.sql`update job_kinds set backoff_jitter = 0.3 where kind = 'test'`;
+  const hurried = db.connect("postgres", { max: 1, connection: { statement_timeout: 3000 } });
+  assert.equal((await declare(hurried, { max_attempts: 9 })).max_attempts, 8);
+  await operator.sql`commit`;
+  assert.equal((await declare(hurried, { max_attempts: 9 })).max_attempts, 9);
+});
+
+Deno.test("what a declaration costs does not depend on how many jobs of other kinds are unknown", async () => {
+  await db.sql`
+    insert into jobs (kind, status, finished_at, last_error)
+    select k, 'dead', clock_timestamp(), 'unknown_kind: ' || k
+    from (select case when n % 2 = 0 then 'another' else 'zebra' end as k from generate_series(1, 10000) n) j`;
+  await declare(db.sql, {});
+  const { buffers } = await cost(db.sql, `select * from declare_job_kinds('[{"kind": "test"}]')`);
+  assert.ok(buffers < 200, `${buffers} buffers`);
+});

@@ -421,3 +421,14 @@ Deno.test("service_role may ask, although it may read none of what is asked", as
   await assert.rejects(api`select * from private.pokes`, { code: "42501" });
   assert.ok(only(await api`select current_user as role`).role === "service_role");
 });
+
+Deno.test("a poke from before pg_net was created anew is not taken for one that is not sent", async () => {
+  await setUpDispatch(db);
+  await db.sql`
+    insert into private.pokes (request_id, reason, poked_at)
+    select n, 'wake', clock_timestamp() - interval '1 hour' from generate_series(1, 1000) n`;
+  await db.sql`select setval('net.http_request_queue_id_seq', 1, false)`;
+  await db.sql`select net.http_post('http://127.0.0.1:9/elsewhere') from generate_series(1, 3)`;
+  await enqueue(db.sql);
+  assert.ok(!(await item(db.sql, "worker")).detail.includes("not sent yet"));
+});
