@@ -88,16 +88,26 @@ Deno.test("npm start, from a clone", async (t) => {
     await start.end("SIGTERM");
   });
 
-  await t.step("starts Postgres again when it is killed, and stops when the terminal is closed", async () => {
-    const start = await clone.start();
-    const { dataDir } = JSON.parse(await Deno.readTextFile(join(clone.dir, ".local/stack.json")));
-    const [pid = 0] = (await Deno.readTextFile(join(dataDir, "postmaster.pid"))).split("\n").map(Number);
-    Deno.kill(pid, "SIGKILL");
-    await until("Postgres to be started again", () => start.output().includes("Postgres ended (SIGKILL)"));
-    await until("an answer", async () => (await clone.run(sendWelcome)).code === 0);
-    await until("the mail", () => start.output().includes("mail to a@example.com"));
-    await start.end("SIGHUP");
-  });
+  await t.step(
+    "starts Postgres again when it is killed, twice in a row too, and stops when the terminal is closed",
+    async () => {
+      const start = await clone.start();
+      const { dataDir } = JSON.parse(await Deno.readTextFile(join(clone.dir, ".local/stack.json")));
+      const [pid = 0] = (await Deno.readTextFile(join(dataDir, "postmaster.pid"))).split("\n").map(Number);
+      Deno.kill(pid, "SIGKILL");
+      // The next one too, while it starts.
+      const next = await until("another Postgres", async () => {
+        const found = await processes(dataDir);
+        return found.find(({ pid: other, command }) => other !== pid && command.includes("bin/postgres "))
+          ?.pid;
+      });
+      Deno.kill(next, "SIGKILL");
+      await until("Postgres to be started again", () => start.output().includes("Postgres ended (SIGKILL)"));
+      await until("an answer", async () => (await clone.run(sendWelcome)).code === 0);
+      await until("the mail", () => start.output().includes("mail to a@example.com"));
+      await start.end("SIGHUP");
+    },
+  );
 
   await t.step("names the file, the line and Postgres's message when a migration fails", async () => {
     await Deno.writeTextFile(
