@@ -26,7 +26,11 @@ const checks = [
 let passed = 0;
 let failed = 0;
 for (const args of checks) {
-  if (!await deno(args)) failed++;
+  if (await deno(args)) continue;
+  failed++;
+  console.error(
+    `failed: deno ${args.join(" ")}${args[0] === "fmt" ? " (node_modules/.bin/deno fmt mends it)" : ""}`,
+  );
 }
 
 if (failed === 0) {

@@ -183,7 +183,7 @@ begin
 end $$;
 
 -- The tick: rescues what expired, and pokes as many workers as the ready jobs call for: one per 100, at most 5 at work,
--- and one more while a job has been ready for ten seconds.
+-- and one more when jobs were rescued, or one has been ready for a second.
 -- Raises 55000 while something is not set up, so that cron's history shows it. An error undoes a whole run: one that has
 -- rescued jobs keeps them and is silent, and the next, with nothing to rescue, says what is wrong.
 create function private.tick() returns void
@@ -212,8 +212,9 @@ begin
         union
         select w.worker from private.awake_workers w where w.awake_until > clock_timestamp()
       ) w;
-      -- Who is at work may take none of these: it has died, is about to end or takes other kinds.
-      if ready.oldest < clock_timestamp() - interval '10 seconds' then
+      -- Who is at work may take none of these: it has died, as when a lease has just run out, is full, about to end, or
+      -- takes other kinds.
+      if rescued > 0 or ready.oldest < clock_timestamp() - interval '1 second' then
         wanted := greatest(wanted, at_work + 1);
       end if;
       -- A poke that is still queued is a worker to come: while pg_net sends nothing they must not pile up.

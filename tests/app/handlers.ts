@@ -53,6 +53,12 @@ const theSame = new Error("always the same");
 
 const poisonousErrors: Record<string, () => unknown> = {
   "the same": () => theSame,
+  "not even itself": () => {
+    const { proxy, revoke } = Proxy.revocable({}, {});
+    revoke();
+    return proxy;
+  },
+  "later, but when?": () => new RetryAfterError(NaN, "later"),
   text: () => "just text",
   null: () => null,
   undefined: () => undefined,

@@ -75,6 +75,8 @@ export function restApi(apiUrl: string, headers: Record<string, string>): Api {
 /** Does everything that the contract lets service_role do, on a database without jobs; each call once at least. */
 export async function useContract(api: Api): Promise<void> {
   await api.insert("jobs", [{ kind: "test", priority: 1 }]);
+  const large = { kind: "test", payload: { text: "x".repeat(4_000_001) } };
+  await assert.rejects(api.insert("jobs", [large]), /more than 4000000/);
   for (let i = 0; i < 4; i++) await api.call("enqueue_job", { kind: "test", delay: "0 s", context: {} });
   // Enough kinds for the claim to take turns.
   await api.insert("jobs", Array.from({ length: 40 }, (_, n) => ({ kind: `kind_${n}` })));

@@ -181,7 +181,7 @@ Deno.test("what a tick has rescued stays rescued though dispatch is not set up; 
   });
 });
 
-Deno.test("a job that nobody at work takes gets a worker of its own after ten seconds", async () => {
+Deno.test("a job that nobody at work takes gets a worker of its own after a second", async () => {
   await using db = await createDatabase();
   await setUpDispatch(db);
   await db.sql`insert into jobs (kind) select 'test' from generate_series(1, 5)`;
@@ -189,8 +189,22 @@ Deno.test("a job that nobody at work takes gets a worker of its own after ten se
   await db.sql`delete from net.http_request_queue where true`;
   await db.sql`select private.tick()`;
   assert.equal(await queuedPokes(db.sql), 0, "the one at work is expected to take them");
-  await db.sql`update jobs set available_at = available_at - interval '11 seconds' where status = 'pending'`;
+  await db
+    .sql`update jobs set available_at = available_at - interval '1100 milliseconds' where status = 'pending'`;
   await db.sql`select private.tick()`;
+  await db.sql`select private.tick()`;
+  assert.equal(await queuedPokes(db.sql), 1);
+});
+
+Deno.test("what is rescued gets a worker at once, although the one that was lost seems to be at work on another job", async () => {
+  await using db = await createDatabase();
+  await setUpDispatch(db);
+  const ids = [await enqueue(db.sql), await enqueue(db.sql)];
+  await db.sql`select * from claim_jobs('dead', 2)`;
+  await emptyNetQueue(db.sql);
+  await db.sql`update jobs set lease_expires_at = clock_timestamp() - interval '1 second' where id = ${
+    ids[0] ?? null
+  }`;
   await db.sql`select private.tick()`;
   assert.equal(await queuedPokes(db.sql), 1);
 });

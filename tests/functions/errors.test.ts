@@ -40,7 +40,7 @@ Deno.test("anything else that can be thrown has a text as well", () => {
       [{ code: 7 }, 'thrown object: {"code":7}'],
       [Math.max, "thrown function: function max() { [native code] }"],
       [Symbol("s"), "thrown symbol: Symbol(s)"],
-      [1n, "the thrown value cannot be read"],
+      [1n, "thrown bigint: 1"],
       [circular, "the thrown value cannot be read"],
       [Object.create(null), "thrown object: {}"],
     ] as const

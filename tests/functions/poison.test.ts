@@ -99,8 +99,10 @@ Deno.test("whatever a handler throws fails its attempt with a text that can be r
     text: /^just text$/,
     null: /^thrown object: null$/,
     undefined: /^thrown undefined: undefined$/,
-    bigint: /cannot be read/,
+    bigint: /^thrown bigint: 1$/,
     circular: /cannot be read/,
+    "not even itself": /cannot be read/,
+    "later, but when?": /^RetryAfterError: later$/,
     nul: /^Error: a.+b$/,
     surrogate: /^Error: half \ufffd$/,
     megabyte: /^Error: x{9993}… \(cut, 1000007 characters in all\)$/,
@@ -110,6 +112,9 @@ Deno.test("whatever a handler throws fails its attempt with a text that can be r
     assert.deepEqual([row.status, row.attempts], ["pending", 1], what);
     assert.match(row.last_error ?? "", expected[what] ?? /^$/, what);
   }
+  const [soonest] = await stack.sql`
+    select min(extract(epoch from available_at - updated_at))::int as seconds from jobs where status = 'pending'`;
+  assert(soonest?.seconds >= 47, `all wait for the kind's backoff: ${soonest?.seconds} s`);
 });
 
 Deno.test("a payload with a megabyte of text arrives whole; one that jsonb cannot hold is refused with a reason", async () => {

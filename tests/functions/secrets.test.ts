@@ -82,8 +82,9 @@ Deno.test.beforeAll(async () => {
         );
         await Deno.copyFile(join(shipped, `${name}.ts`), join(app, `shipped_${name}.ts`));
       }
-      await Deno.mkdir(join(app, "handlers"));
-      for (const path of ["emails.ts", "handlers/send_email.ts"]) {
+      for (const path of await filesBelow(shipped)) {
+        if (["kinds.ts", "handlers.ts"].includes(path)) continue;
+        await Deno.mkdir(join(app, path, ".."), { recursive: true });
         await Deno.copyFile(join(shipped, path), join(app, path));
       }
     },
@@ -100,6 +101,15 @@ Deno.test.afterAll(async () => {
   await sentry[Symbol.asyncDispose]();
   await resend.shutdown();
 });
+
+async function filesBelow(dir: string, path = ""): Promise<string[]> {
+  const found: string[] = [];
+  for await (const { name, isDirectory } of Deno.readDir(join(dir, path))) {
+    if (isDirectory) found.push(...await filesBelow(dir, join(path, name)));
+    else found.push(join(path, name));
+  }
+  return found;
+}
 
 async function record(response: Response): Promise<number> {
   answers.push(`${response.status} ${JSON.stringify([...response.headers])}\n${await response.text()}`);

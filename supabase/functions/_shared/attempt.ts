@@ -81,17 +81,22 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
       };
     }
     if (entry.stopped) return { stopped: entry.stopped };
-    return {
-      failed: {
-        error: errorText(error),
-        permanent: error instanceof PermanentError,
-        retryIn: error instanceof RetryAfterError ? error.seconds : undefined,
-      },
-      thrown: error,
-    };
+    return { failed: failureOf(error), thrown: error };
   } finally {
     cancelTimeout();
   }
+}
+
+/** What a thrown value says of its attempt. Seconds that are no number, or negative, are not heard: the kind's backoff holds. */
+function failureOf(error: unknown): Omit<Failure, "id" | "leaseToken"> {
+  const failure = { error: errorText(error) };
+  try {
+    if (error instanceof PermanentError) return { ...failure, permanent: true };
+    if (error instanceof RetryAfterError && error.seconds >= 0) return { ...failure, retryIn: error.seconds };
+  } catch {
+    // A proxy can refuse even to say what it is.
+  }
+  return failure;
 }
 
 const MAX_ISSUE_LENGTH = 1_000;

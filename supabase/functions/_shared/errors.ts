@@ -58,6 +58,7 @@ export function safeText(text: string, maxLength: number): string {
 
 function describe(thrown: unknown, depth: number): string {
   if (!(thrown instanceof Error)) {
+    if (typeof thrown === "bigint") return `thrown bigint: ${thrown}`;
     return typeof thrown === "string" && !ENGINE_WORDS.test(thrown)
       ? thrown
       : `thrown ${typeof thrown}: ${JSON.stringify(thrown) ?? String(thrown)}`;

@@ -78,16 +78,16 @@ function capture({ event, fields: { id, kind, attempt, error, ...extra }, thrown
     if (value !== undefined) scope.setTag(tag, String(value));
   }
   scope.setExtras(extra);
-  if (thrown instanceof Error) {
-    try {
+  try {
+    if (thrown instanceof Error) {
       // The SDK passes over an error that it has seen: in another job, or in the app's own Sentry.
       Reflect.deleteProperty(thrown, "__sentry_captured__");
       const mechanism = { type: "generic", handled: true };
       client?.captureException(thrown, { originalException: thrown, mechanism }, scope);
       return;
-    } catch {
-      // It cannot be read. Its text says so.
     }
+  } catch {
+    // It cannot be read. Its text says so.
   }
   const text = String(error ?? extra.todo ?? "");
   // What the engine says names the cause up to the first colon, such as handler_timeout; the rest differs.

@@ -91,13 +91,13 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   let running = 0;
   let claimed = 0;
   let accepting = true;
-  let takesAll = !options.kinds;
+  const takesAll = () => claimable()?.exceptKinds?.length === 0;
   let claiming = false;
   let gaveUp: unknown;
 
   const isTold = () => signal?.aborted || retirement?.aborted;
   const pool: Pool = {
-    hasRoom: () => accepting && !isTold() && takesAll && running < slots && claimed < maxJobs,
+    hasRoom: () => accepting && !isTold() && takesAll() && running < slots && claimed < maxJobs,
     nudge: () => bell.ring(),
     isBusyBeside: (entry) => claiming || held.size > (held.has(entry) ? 1 : 0),
   };
@@ -160,7 +160,6 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
       const lingers = linger && performance.now() - lastWork < LINGER_MS;
       // While its promise stands nobody pokes, so a successor takes over; but not from one that had nothing to do.
       if (!claims) return full || (lingers && claimed > 0);
-      takesAll = claims.exceptKinds?.length === 0;
       if (running >= slots || suspect) {
         await bell.wait();
         continue;
@@ -176,7 +175,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
           leaseSeconds: LEASE_SECONDS,
           ...claims,
           // A promise holds for any kind, so one that does not take all kinds may not make it.
-          awakeForSeconds: linger ? (lingers && takesAll ? AWAKE_FOR_SECONDS : 0) : undefined,
+          awakeForSeconds: linger ? (lingers && takesAll() ? AWAKE_FOR_SECONDS : 0) : undefined,
         });
         failures = 0;
       } catch (error) {
