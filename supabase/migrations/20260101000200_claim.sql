@@ -54,7 +54,7 @@ begin
 end $$;
 
 -- Up to `max_jobs` due jobs of one kind, locked, a priority at a time; `taken` are locked already by this claim. A suspect
--- has lost its worker at its last attempt, and this is its third or its final one.
+-- has lost its worker at its last attempt, and this is its third or its final one; for each there may be one job more.
 create function private.pick_jobs(kind text, max_jobs int, taken uuid[], out ids uuid[], out suspects uuid[])
 language plpgsql
 set search_path = pg_catalog, pg_temp
@@ -93,6 +93,18 @@ begin
     ) p;
     ids := ids || picked.ids;
     suspects := suspects || picked.suspects;
+    -- Those behind them do not wait until the last of them has had its turn.
+    if cardinality(picked.suspects) > 0 then
+      ids := ids || array(
+        select j.id from public.jobs j
+        where j.status = 'pending' and j.kind = pick_jobs.kind and j.priority = level
+          and j.available_at <= (select clock_timestamp()) and j.id <> all (pick_jobs.taken || ids)
+          and (j.attempts + 1 >= least(coalesce(j.max_attempts, most), 3) and j.last_error like 'lease expired:%') is not true
+        order by j.available_at, j.id
+        limit cardinality(picked.suspects)
+        for no key update skip locked
+      );
+    end if;
     exit when cardinality(ids) >= pick_jobs.max_jobs;
   end loop;
 end $$;
@@ -203,11 +215,11 @@ begin
     );
     for i in 1 .. cardinality(waiting) loop
       share := ceil((claim_jobs.max_jobs - cardinality(ids))::numeric / (cardinality(waiting) - i + 1));
-      exit when share = 0;
+      exit when share <= 0;
       select * into picked from private.pick_jobs(waiting[i], share, '{}');
       ids := ids || picked.ids;
       suspects := suspects || picked.suspects;
-      if cardinality(picked.ids) = share then
+      if cardinality(picked.ids) >= share then
         full_kinds := full_kinds || waiting[i];
       end if;
     end loop;

@@ -81,6 +81,19 @@ Deno.test("a claim gives one suspect by itself or any number of others, and neit
   assert.deepEqual([sizes.suspects?.length, sizes.others?.reduce((sum, n) => sum + n, 0)], [10, 300]);
 });
 
+Deno.test("jobs behind many suspects of their kind do not wait for them all", async () => {
+  await db
+    .sql`insert into jobs (kind, attempts, last_error) select 'test', 2, ${lost} from generate_series(1, 200)`;
+  await db.sql`insert into jobs (kind) select 'test' from generate_series(1, 20)`;
+  let others = 0;
+  for (let claims = 0; claims < 30 && others < 20; claims++) {
+    const rows = await db.sql`select suspect from claim_jobs('w', 10)`;
+    assert.ok(rows.length <= 10);
+    others += rows.filter(({ suspect }) => !suspect).length;
+  }
+  assert.equal(others, 20);
+});
+
 Deno.test("a claim leaves out the kinds that it excepts, and takes all others, whatever their number", async () => {
   await db.sql`insert into jobs (kind) select 'kind_' || n from generate_series(1, 100) n`;
   const except = Array.from({ length: 90 }, (_, n) => `kind_${n + 1}`);
