@@ -145,7 +145,7 @@ grant select, insert, update, delete on private.awake_workers to service_role;
 --
 -- Of a job that it gives, `timeout_ms` is how long the attempt may run, and `suspect` that its worker was lost at the
 -- attempt before, and this is its third or its final one. It may be what ends workers, so a claim gives one such job by
--- itself, and a process runs it with nothing beside: nobody loses more than two attempts to another's fault.
+-- itself, and a process runs it with nothing beside it, or it would take the attempts of others along again and again.
 create function public.claim_jobs(
   worker text,
   max_jobs int default 10,

@@ -80,7 +80,7 @@ Deno.test("a suspect runs with nothing beside it, and what comes meanwhile waits
   }
 });
 
-Deno.test("jobs that end the worker harm the others' first two attempts at most, however many they are", async () => {
+Deno.test("jobs that end the worker do not end others with it, however many they are", async () => {
   const { sql } = stack;
   const victims = await enqueue("append", { file: newFile(), ms: 300 }, 6);
   const killers = await enqueue("exit", {}, 30);
