@@ -92,7 +92,7 @@ Deno.test("jobs that end the worker do not end others with it, however many they
   }, 90_000);
   for (const { status, attempts } of await jobs(victims)) {
     assert.equal(status, "succeeded");
-    assert(attempts <= 3, `${attempts} attempts`);
+    assert(attempts <= 4, `${attempts} attempts`); // one more when it was waiting to be alone
   }
   await sql`delete from jobs`;
 });
