@@ -19,6 +19,8 @@ const STOP_MS = 2_000;
 const WALL_CLOCK_STOP_MS = 10_000;
 /** For how long a suspect is given back when this isolate has another, or no time for it. */
 const SUSPECT_DELAY_SECONDS = 5;
+/** By how much it may outlast the lifetime, after which an isolate has five seconds left on Free. */
+const SUSPECT_GRACE_MS = 4_000;
 
 export interface WorkOptions {
   /** Only these kinds; all by default. */
@@ -91,10 +93,10 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   let running = 0;
   let claimed = 0;
   let accepting = true;
-  const takesAll = () => claimable()?.exceptKinds?.length === 0;
   let claiming = false;
   let gaveUp: unknown;
 
+  const takesAll = () => claimable()?.exceptKinds?.length === 0;
   const isTold = () => signal?.aborted || retirement?.aborted;
   const pool: Pool = {
     hasRoom: () => accepting && !isTold() && takesAll() && running < slots && claimed < maxJobs,
@@ -253,7 +255,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
     try {
       do {
         await sleep(POLL_MS);
-        if (performance.now() + entry.job.timeoutMs > endsAt) return giveBack();
+        if (performance.now() + entry.job.timeoutMs > endsAt + SUSPECT_GRACE_MS) return giveBack();
       } while (!entry.stopped && [...pools].some((each) => each.isBusyBeside(entry)));
       return await attempt(app, entry);
     } finally {
