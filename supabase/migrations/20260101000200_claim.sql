@@ -241,7 +241,7 @@ begin
 
   -- Either one suspect, or the others: now the one and now the other, so that neither waits for ever.
   if cardinality(suspects) > 0 then
-    if cardinality(suspects) = cardinality(ids) or random() < 0.25 then
+    if cardinality(suspects) = cardinality(ids) or random() < 0.5 then
       ids := suspects[1:1];
     else
       ids := array(select i from unnest(ids) i where i <> all (suspects));

@@ -18,7 +18,7 @@ const AWAKE_FOR_SECONDS = 1;
 const STOP_MS = 2_000;
 const WALL_CLOCK_STOP_MS = 10_000;
 /** For how long a suspect is given back when this isolate has another, or no time for it. */
-const SUSPECT_DELAY_SECONDS = 5;
+const SUSPECT_DELAY_SECONDS = 1;
 /** By how much it may outlast the lifetime, after which an isolate has five seconds left on Free. */
 const SUSPECT_GRACE_MS = 4_000;
 
