@@ -54,7 +54,7 @@ begin
 end $$;
 
 -- Up to `max_jobs` due jobs of one kind, locked, a priority at a time; `taken` are locked already by this claim. A suspect
--- has lost its worker at its last attempt, and this is its third or its final one; for each there may be one job more.
+-- has lost its worker at its last attempt, and has one attempt left or two; for each there may be one job more.
 create function private.pick_jobs(kind text, max_jobs int, taken uuid[], out ids uuid[], out suspects uuid[])
 language plpgsql
 set search_path = pg_catalog, pg_temp
@@ -83,7 +83,7 @@ begin
     select coalesce(array_agg(p.id), '{}') as ids, coalesce(array_agg(p.id) filter (where p.suspect), '{}') as suspects
     into picked
     from (
-      select j.id, j.attempts + 1 >= least(coalesce(j.max_attempts, most), 3) and j.last_error like 'lease expired:%' as suspect
+      select j.id, j.attempts + 2 >= coalesce(j.max_attempts, most) and j.last_error like 'lease expired:%' as suspect
       from public.jobs j
       where j.status = 'pending' and j.kind = pick_jobs.kind and j.priority = level
         and j.available_at <= (select clock_timestamp()) and j.id <> all (pick_jobs.taken)
@@ -99,7 +99,7 @@ begin
         select j.id from public.jobs j
         where j.status = 'pending' and j.kind = pick_jobs.kind and j.priority = level
           and j.available_at <= (select clock_timestamp()) and j.id <> all (pick_jobs.taken || ids)
-          and (j.attempts + 1 >= least(coalesce(j.max_attempts, most), 3) and j.last_error like 'lease expired:%') is not true
+          and (j.attempts + 2 >= coalesce(j.max_attempts, most) and j.last_error like 'lease expired:%') is not true
         order by j.available_at, j.id
         limit cardinality(picked.suspects)
         for no key update skip locked
@@ -144,8 +144,9 @@ grant select, insert, update, delete on private.awake_workers to service_role;
 --                  time, takes the promise back, since such a worker takes no more work for now.
 --
 -- Of a job that it gives, `timeout_ms` is how long the attempt may run, and `suspect` that its worker was lost at the
--- attempt before, and this is its third or its final one. It may be what ends workers, so a claim gives one such job by
--- itself, and a process runs it with nothing beside it, or it would take the attempts of others along again and again.
+-- attempt before, and that this is its last attempt or the last but one. It may be what ends workers, or be about to die of
+-- another's doing: a claim gives one such job by itself, and a process runs it with nothing beside it. Not before, since a
+-- night of lost workers makes many of them, and they run one after the other.
 create function public.claim_jobs(
   worker text,
   max_jobs int default 10,
@@ -241,7 +242,7 @@ begin
 
   -- Either one suspect, or the others: now the one and now the other, so that neither waits for ever.
   if cardinality(suspects) > 0 then
-    if cardinality(suspects) = cardinality(ids) or random() < 0.5 then
+    if cardinality(suspects) = cardinality(ids) or random() < 0.25 then
       ids := suspects[1:1];
     else
       ids := array(select i from unnest(ids) i where i <> all (suspects));
