@@ -36,6 +36,27 @@ create index pokes_poked_at on private.pokes (poked_at);
 alter table private.pokes enable row level security;
 revoke all on private.pokes from public, anon, authenticated, service_role;
 
+-- A secret in Vault; null when it is not there.
+create function private.vault_secret(name text) returns text
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  if to_regclass('vault.decrypted_secrets') is null then
+    return null;
+  end if;
+  return (select btrim(s.decrypted_secret, E' \t\r\n') from vault.decrypted_secrets s where s.name = vault_secret.name);
+end $$;
+
+-- The secret that pokes carry. While it is being rotated there are two; either opens the door.
+create function private.first_cron_secret() returns text
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  return btrim(split_part(private.vault_secret('cron_secret'), ',', 1), E' \t\r\n');
+end $$;
+
 -- Where job-worker is and the secret that opens it. Raises 55000 naming what is not set up. Reads the secret: nobody may
 -- call it directly.
 create function private.worker_endpoint(out url text, out cron_secret text)
@@ -50,14 +71,8 @@ begin
     raise exception 'no worker can be started: the extensions pg_net and supabase_vault are needed'
       using errcode = '55000', hint = 'Create them, or call the drain function from outside and run select disable_dispatch().';
   end if;
-  select max(s.decrypted_secret) filter (where s.name = 'project_url'),
-    max(s.decrypted_secret) filter (where s.name = 'cron_secret')
-  into url, cron_secret
-  from vault.decrypted_secrets s
-  where s.name in ('project_url', 'cron_secret');
-  url := btrim(url, E' \t\r\n');
-  -- While the secret is being rotated there are two; either opens the door.
-  cron_secret := btrim(split_part(cron_secret, ',', 1), E' \t\r\n');
+  url := private.vault_secret('project_url');
+  cron_secret := private.first_cron_secret();
   wrong := case
     when url is null then 'project_url is not in Vault'
     when url !~ '^https?://[^/]' then 'project_url in Vault does not start with http:// or https://'
@@ -251,8 +266,8 @@ begin
     );
 end $$;
 
-revoke all on function private.worker_endpoint, private.poke, private.count_queued_pokes, private.wake, private.ready_jobs,
-  private.tick, private.prune_cron_history from public, anon, authenticated, service_role;
+revoke all on function private.vault_secret, private.first_cron_secret, private.worker_endpoint, private.poke,
+  private.count_queued_pokes, private.wake, private.ready_jobs, private.tick, private.prune_cron_history from public, anon, authenticated, service_role;
 
 -- Turns the tick and the wake on. Raises 55000 where pg_cron is missing.
 create function public.enable_dispatch() returns void
@@ -305,17 +320,6 @@ begin
   todo := case when not ok then 'Run create extension for each; without them call the drain function from outside.' end;
 end $$;
 
-create function private.vault_secret(name text) returns text
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
-begin
-  if to_regclass('vault.decrypted_secrets') is null then
-    return null;
-  end if;
-  return (select btrim(s.decrypted_secret, E' \t\r\n') from vault.decrypted_secrets s where s.name = vault_secret.name);
-end $$;
-
 create function private.check_project_url(out ok boolean, out detail text, out todo text)
 language plpgsql
 set search_path = pg_catalog, pg_temp
@@ -336,7 +340,7 @@ as $$
 declare
   secret constant text := private.vault_secret('cron_secret');
 begin
-  ok := coalesce(length(btrim(split_part(secret, ',', 1))) >= 32, false);
+  ok := coalesce(length(private.first_cron_secret()) >= 32, false);
   detail := case when secret is null then 'not in Vault'
     when ok then 'in Vault' else 'in Vault, but shorter than 32 characters' end;
   todo := case when not ok then
@@ -484,7 +488,7 @@ begin
       when answer.status_code is null then coalesce(answer.error_msg, 'timed out')
       else answer.status_code || case when ok then '' else coalesce(' ' || left(answer.content, 300), '') end end);
     -- A server that is not ours may send back what it was sent.
-    detail := replace(detail, coalesce(btrim(split_part(private.vault_secret('cron_secret'), ',', 1)), ''), '…');
+    detail := replace(detail, coalesce(private.first_cron_secret(), ''), '…');
     todo := case
       when ok then null
       when answer.id is null then 'Ask again in a few seconds. If it stays so, pg_net keeps no answers: see its setting pg_net.ttl.'
@@ -563,7 +567,7 @@ begin
     'Deploy the functions that know them: the first worker that does puts those jobs back. If the kind is a slip, delete them.' end;
 end $$;
 
-revoke all on function private.check_extensions, private.vault_secret, private.check_project_url, private.check_cron_secret,
+revoke all on function private.check_extensions, private.check_project_url, private.check_cron_secret,
   private.check_tick, private.try_worker, private.check_worker, private.check_ready_jobs, private.check_leases,
   private.check_kinds from public, anon, authenticated, service_role;
 

@@ -25,7 +25,7 @@ export async function refuseWithoutCronSecret(request: Request): Promise<Respons
         `CRON_SECRET is unset or shorter than ${MIN_SECRET_LENGTH} characters: set it with supabase secrets set, ` +
         "to the value of cron_secret in Vault. Until then every call is refused.",
     });
-    return problem(500, "Not configured", "This function is not configured; its log says what to do.");
+    return notConfigured();
   }
   const given = /^Bearer ([^\s]+)$/i.exec(request.headers.get("Authorization") ?? "")?.[1] ?? "";
   const digest = await sha256(given);
@@ -35,6 +35,10 @@ export async function refuseWithoutCronSecret(request: Request): Promise<Respons
     ? null
     : problem(401, "Unauthorized", "Send CRON_SECRET as the bearer.", { "WWW-Authenticate": "Bearer" });
 }
+
+/** The answer of a function that lacks a setting: which one is for its log alone. */
+export const notConfigured = () =>
+  problem(500, "Not configured", "This function is not configured; its log says what to do.");
 
 /** Null when the request's method is one of these, else the 405 to give. */
 export function refuseOtherMethods(request: Request, ...allowed: string[]): Response | null {

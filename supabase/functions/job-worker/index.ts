@@ -4,7 +4,13 @@ import { describeIssue } from "../_shared/attempt.ts";
 import { requireDatabase, requiredEnv } from "../_shared/database.ts";
 import { retirement, shutdown, surviveUncaughtErrors } from "../_shared/edge_runtime.ts";
 import { errorText } from "../_shared/errors.ts";
-import { problem, readJson, refuseOtherMethods, refuseWithoutCronSecret } from "../_shared/http.ts";
+import {
+  notConfigured,
+  problem,
+  readJson,
+  refuseOtherMethods,
+  refuseWithoutCronSecret,
+} from "../_shared/http.ts";
 import { wakeJobWorker, workJobs } from "../_shared/jobs.ts";
 import { log } from "../_shared/log.ts";
 
@@ -30,7 +36,7 @@ Deno.serve(async (request) => {
     requireDatabase();
   } catch (error) {
     log("error", "not_configured", { error: errorText(error) });
-    return problem(500, "Not configured", "This function is not configured; its log says what to do.");
+    return notConfigured();
   }
 
   if (wait) {
