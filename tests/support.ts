@@ -77,6 +77,12 @@ export interface TestStack extends AsyncDisposable {
   lines: string[];
   /** POST to a function with CRON_SECRET. */
   call(name: string, body?: unknown, headers?: HeadersInit): Promise<Response>;
+  /** The process of a function, job-worker's unless named; fails when it does not run. */
+  pid(name?: string): number;
+  /** Waits until a function has another process than that. */
+  untilRestarted(pid: number, name?: string): Promise<void>;
+  /** Ends a function's process, and waits until another has taken its place, with the variables as they are now. */
+  restart(signal?: Deno.Signal, name?: string): Promise<void>;
 }
 
 export interface StackOptions {
@@ -118,10 +124,25 @@ export async function startTestStack(
     watch: false,
     log: (line) => lines.push(line),
   });
+  const pid = (name = "job-worker") => {
+    const found = services.functions.pid(name);
+    if (!found) throw new Error(`${name} does not run`);
+    return found;
+  };
+  const untilRestarted = async (pid: number, name = "job-worker") => {
+    await until(`another ${name}`, () => ![undefined, pid].includes(services.functions.pid(name)));
+  };
   return {
     db,
     sql: db.sql,
     services,
+    pid,
+    untilRestarted,
+    async restart(signal = "SIGKILL", name) {
+      const old = pid(name);
+      Deno.kill(old, signal);
+      await untilRestarted(old, name);
+    },
     apiUrl: services.apiUrl,
     keys,
     appDir,
@@ -199,7 +220,8 @@ export async function templateMigrations(): Promise<string[]> {
   ).sort();
 }
 
-async function copyTree(from: string, to: string): Promise<void> {
+/** Copies a folder's files over those of another, but for hidden ones. */
+export async function copyTree(from: string, to: string): Promise<void> {
   await Deno.mkdir(to, { recursive: true });
   for await (const { name, isDirectory } of Deno.readDir(from)) {
     if (name.startsWith(".")) continue;
@@ -226,6 +248,17 @@ export function shortLease(seconds: number, heartbeatMs: number): (appDir: strin
     }
     await Deno.writeTextFile(path, text);
   };
+}
+
+/** The lines that handlers have written to a file; none while it is not there. */
+export async function linesOf(file: string): Promise<string[]> {
+  const text = await Deno.readTextFile(file).catch(() => "");
+  return text.split("\n").slice(0, -1);
+}
+
+/** Waits until handlers have written that many lines to a file. */
+export async function untilLines(file: string, count: number): Promise<void> {
+  await until(`${count} lines in ${file}`, async () => (await linesOf(file)).length >= count);
 }
 
 /** Waits until `condition` gives something truthy, and gives it back. Throws naming `what` after `timeoutMs`. */

@@ -3,7 +3,7 @@ import { join } from "node:path";
 import { freePort } from "../../scripts/local/ports.ts";
 import { startStack } from "../../scripts/local/stack.ts";
 import { makeApp, projectDir, shortLease } from "../support.ts";
-import { type Fault, faults, killWorker, type Stack } from "./faults.ts";
+import { type Fault, faults, killWorker, sleep, type Stack } from "./faults.ts";
 import { type Load, seeded, startAudit, startLoad } from "./load.ts";
 
 /**
@@ -155,8 +155,6 @@ async function torment(stack: Stack, sql: postgres.Sql, options: ChaosOptions): 
     }
   }
 }
-
-const sleep = (ms: number) => new Promise<void>((resolve) => setTimeout(resolve, ms));
 
 function named(names: string[]): Fault[] {
   return names.map((name) => {

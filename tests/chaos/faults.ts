@@ -85,7 +85,7 @@ export async function killWorker(stack: Stack): Promise<void> {
 const workerPid = (stack: Stack) =>
   until("a worker's process", () => stack.services.functions.pid("job-worker"));
 
-const sleep = (ms: number) => new Promise<void>((resolve) => setTimeout(resolve, ms));
+export const sleep = (ms: number) => new Promise<void>((resolve) => setTimeout(resolve, ms));
 
 /** Kills what this names, as soon as it is there. */
 async function kill(what: string, findPid: () => number | Promise<number>): Promise<void> {

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { join } from "node:path";
 import postgres from "postgres";
-import { shortLease, startTestStack, type TestStack, until } from "../support.ts";
+import { shortLease, startTestStack, type TestStack, until, untilLines } from "../support.ts";
 
 /** Processes that are killed, frozen or cut off at a chosen moment: every job ends, completed once, by itself. */
 
@@ -36,12 +36,6 @@ const newFile = () => join(stack.appDir, `lines-${++files}`);
 
 const openGate = (file: string) => Deno.writeTextFile(`${file}.gate`, "");
 
-const untilLines = (file: string, count: number) =>
-  until(`${count} lines in ${file}`, async () => {
-    const text = await Deno.readTextFile(file).catch(() => "");
-    return text.split("\n").length > count;
-  });
-
 async function job(id: string): Promise<{ status: string; attempts: number; result: unknown }> {
   const [row] = await stack.sql`select status, attempts, result from jobs where id = ${id}`;
   assert(row, `there is no job ${id}`);
@@ -52,7 +46,8 @@ async function job(id: string): Promise<{ status: string; attempts: number; resu
 async function assertSucceeds(id: string, attempts: number): Promise<void> {
   const { sql } = stack;
   await until(`job ${id} to end`, async () => !["pending", "running"].includes((await job(id)).status));
-  const failures = await sql`select attempt, error from job_failures where job_id = ${id} order by attempt`;
+  const failures =
+    await sql`select kind, attempt, error from job_failures where job_id = ${id} order by attempt`;
   for (const { error } of failures) {
     assert.match(
       error,
@@ -73,33 +68,13 @@ async function assertSucceeds(id: string, attempts: number): Promise<void> {
     failed: Array.from({ length: attempts - 1 }, (_, n) => n + 1),
   });
   // Those whose worker could not say so any more are reported by the next one.
-  for (const { attempt, error } of failures) {
-    const line = JSON.stringify({ id, kind: await kindOf(id), attempt, error }).slice(1);
+  for (const { kind, attempt, error } of failures) {
+    const line = JSON.stringify({ id, kind, attempt, error }).slice(1);
     await until(
       "the report",
       () => stack.lines.some((text) => text.includes('"event":"attempt_failed"') && text.includes(line)),
     );
   }
-}
-
-async function kindOf(id: string): Promise<string> {
-  const [row] = await stack.sql`select kind from jobs where id = ${id}`;
-  return row?.kind;
-}
-
-function workerPid(name = "job-worker"): number {
-  const pid = stack.services.functions.pid(name);
-  assert(pid, `${name} runs`);
-  return pid;
-}
-
-const untilAnotherWorker = (pid: number) =>
-  until("another worker", () => ![undefined, pid].includes(stack.services.functions.pid("job-worker")));
-
-async function killWorker(): Promise<void> {
-  const pid = workerPid();
-  Deno.kill(pid, "SIGKILL");
-  await untilAnotherWorker(pid);
 }
 
 /** The lease of a worker that is gone, as if its three seconds were over. */
@@ -174,7 +149,7 @@ Deno.test("a worker that is killed while it claims takes an attempt of the jobs 
   const lock = await lockKinds();
   const id = await enqueue("echo", {});
   await untilBlocked("claim_jobs");
-  await killWorker();
+  await stack.restart();
   await lock.release();
   await until("the claim to take effect", async () => (await job(id)).status === "running");
   await endLease(id);
@@ -189,10 +164,10 @@ Deno.test("a worker that is killed while it settles has completed the job, or an
     const lock = await lockRow(id);
     await openGate(file);
     await untilBlocked("complete_jobs");
-    const pid = workerPid();
+    const pid = stack.pid();
     Deno.kill(pid, "SIGKILL");
     if (released) await lock.release();
-    await untilAnotherWorker(pid);
+    await stack.untilRestarted(pid);
     if (!released) {
       await until("the call to give up", async () => {
         const rows = await stack.sql`
@@ -216,7 +191,7 @@ Deno.test("a worker that is frozen for longer than its lease finds its jobs give
   await untilLines(heedless, 1);
   await untilLines(heeding, 1);
   const lostBefore = stack.lines.filter((line) => line.includes("lease_lost")).length;
-  const pid = workerPid();
+  const pid = stack.pid();
   Deno.kill(pid, "SIGSTOP");
   try {
     await until("the leases to be over", async () => {
@@ -237,7 +212,7 @@ Deno.test("a worker that is frozen for longer than its lease finds its jobs give
     "both to be lost",
     () => stack.lines.filter((line) => line.includes("lease_lost")).length === lostBefore + 2,
   );
-  assert.equal(workerPid(), pid, "it works on");
+  assert.equal(stack.pid(), pid, "it works on");
   for (const id of ids) await assertSucceeds(id, 2);
 });
 

@@ -1,5 +1,5 @@
 import assert from "node:assert/strict";
-import { cronSecret, startTestStack, type TestStack, until } from "../support.ts";
+import { cronSecret, startTestStack, type TestStack } from "../support.ts";
 
 /** The drain function: all that is due, for whatever scheduler calls it. */
 
@@ -92,14 +92,11 @@ Deno.test("whoever does not send CRON_SECRET is answered 401, another method 405
 });
 
 Deno.test("a drain whose isolate is about to end says that there may be more", async () => {
-  const { sql, services: { functions } } = stack;
-  const pid = functions.pid("drain");
-  assert(pid);
+  const { sql } = stack;
   await sql`delete from jobs`;
   await sql`select enqueue_job('unload', '{"reason": "cpu"}')`;
   const answer = await (await drain("POST")).json();
   assert.deepEqual(answer.queues, { unload: { succeeded: 1, failed: 0, dead: 0 } });
   assert.equal(answer.budgetExhausted, true);
-  Deno.kill(pid, "SIGKILL");
-  await until("another one", () => ![undefined, pid].includes(functions.pid("drain")));
+  await stack.restart("SIGKILL", "drain");
 });

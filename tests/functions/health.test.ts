@@ -66,11 +66,7 @@ async function tickEverySecond(): Promise<void> {
 
 async function restartWorkerWith(changes: Record<string, string>): Promise<void> {
   Object.assign(env, changes);
-  const { functions } = stack.services;
-  const pid = functions.pid("job-worker");
-  assert(pid);
-  Deno.kill(pid, "SIGKILL");
-  await until("another worker", () => ![undefined, pid].includes(functions.pid("job-worker")));
+  await stack.restart();
 }
 
 Deno.test("a stack that nobody has used yet is found to work, by asking twice", async () => {

@@ -206,11 +206,8 @@ Deno.test("a poke is answered 202 while the job it starts is still at work", asy
 });
 
 Deno.test("a poke that comes while a call for other kinds is starting finds its jobs all the same", async () => {
-  const { sql, services: { functions } } = stack;
-  const pid = functions.pid("job-worker");
-  assert(pid);
-  Deno.kill(pid, "SIGKILL");
-  await until("another worker", () => ![undefined, pid].includes(functions.pid("job-worker")));
+  const { sql } = stack;
+  await stack.restart();
   const [job] = await sql`select enqueue_job('echo', '{"n": 1}') as id`;
   const other = stack.call("job-worker", { wait: true, kinds: ["none"] });
   await new Promise((resolve) => setTimeout(resolve, 5));

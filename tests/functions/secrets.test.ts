@@ -2,7 +2,15 @@ import assert from "node:assert/strict";
 import { join } from "node:path";
 import { setVaultSecrets } from "../../scripts/local/stack.ts";
 import { createSecretFilter } from "../../supabase/functions/_shared/secrets.ts";
-import { cronSecret, projectDir, startFunction, startTestStack, type TestStack, until } from "../support.ts";
+import {
+  copyTree,
+  cronSecret,
+  projectDir,
+  startFunction,
+  startTestStack,
+  type TestStack,
+  until,
+} from "../support.ts";
 import { type SentryServer, startSentry } from "./sentry_server.ts";
 
 /**
@@ -72,20 +80,17 @@ Deno.test.beforeAll(async () => {
     async prepare(appDir) {
       const app = join(appDir, "supabase/functions/_app");
       const shipped = join(projectDir, "supabase/functions/_app");
-      for (const name of ["kinds", "handlers"]) {
-        await Deno.rename(join(app, `${name}.ts`), join(app, `test_${name}.ts`));
+      const names = ["kinds", "handlers"];
+      for (const name of names) await Deno.rename(join(app, `${name}.ts`), join(app, `test_${name}.ts`));
+      await copyTree(shipped, app);
+      for (const name of names) {
+        await Deno.rename(join(app, `${name}.ts`), join(app, `shipped_${name}.ts`));
         await Deno.writeTextFile(
           join(app, `${name}.ts`),
           `import * as shipped from "./shipped_${name}.ts";
           import * as tests from "./test_${name}.ts";
           export const ${name} = { ...shipped.${name}, ...tests.${name} };`,
         );
-        await Deno.copyFile(join(shipped, `${name}.ts`), join(app, `shipped_${name}.ts`));
-      }
-      for (const path of await filesBelow(shipped)) {
-        if (["kinds.ts", "handlers.ts"].includes(path)) continue;
-        await Deno.mkdir(join(app, path, ".."), { recursive: true });
-        await Deno.copyFile(join(shipped, path), join(app, path));
       }
     },
   });
@@ -101,15 +106,6 @@ Deno.test.afterAll(async () => {
   await sentry[Symbol.asyncDispose]();
   await resend.shutdown();
 });
-
-async function filesBelow(dir: string, path = ""): Promise<string[]> {
-  const found: string[] = [];
-  for await (const { name, isDirectory } of Deno.readDir(join(dir, path))) {
-    if (isDirectory) found.push(...await filesBelow(dir, join(path, name)));
-    else found.push(join(path, name));
-  }
-  return found;
-}
 
 async function record(response: Response): Promise<number> {
   answers.push(`${response.status} ${JSON.stringify([...response.headers])}\n${await response.text()}`);

@@ -5,7 +5,7 @@ import { freePort } from "../../scripts/local/ports.ts";
 import { startOutbox } from "../../scripts/local/outbox.ts";
 import { render } from "../../supabase/functions/_app/emails.ts";
 import { retryAfterSeconds } from "../../supabase/functions/_shared/retry_after.ts";
-import { startTestStack, type TestStack, until } from "../support.ts";
+import { startTestStack, type TestStack } from "../support.ts";
 
 /** The kind send_email of the app as it is shipped, against a server that answers as Resend does. */
 
@@ -80,11 +80,7 @@ async function attempt(id: string) {
 /** Starts the functions again with other variables. */
 async function restartWith(changes: Record<string, string>): Promise<void> {
   Object.assign(env, changes);
-  const { functions } = stack.services;
-  const pid = functions.pid("job-worker");
-  assert(pid);
-  Deno.kill(pid, "SIGKILL");
-  await until("another worker", () => ![undefined, pid].includes(functions.pid("job-worker")));
+  await stack.restart();
 }
 
 const refuse = (status: number, name: string, headers: HeadersInit = {}) => () =>

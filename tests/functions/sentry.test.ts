@@ -69,19 +69,6 @@ async function only(event: string): Promise<SentryEvent> {
   return events[0];
 }
 
-function workerPid(): number {
-  const pid = stack.services.functions.pid("job-worker");
-  assert(pid, "job-worker runs");
-  return pid;
-}
-
-/** Signals the worker's process, and waits until another has taken its place, with the variables as they are now. */
-async function endWorker(signal: Deno.Signal): Promise<void> {
-  const pid = workerPid();
-  Deno.kill(pid, signal);
-  await until("another worker", () => ![undefined, pid].includes(stack.services.functions.pid("job-worker")));
-}
-
 /** What the worker has logged since the last call, as JSON; lines that are none as { text }. */
 function logged(): Record<string, unknown>[] {
   return stack.lines.splice(0).filter((line) => line.startsWith("[job-worker] ")).map((line) => {
@@ -300,7 +287,7 @@ Deno.test("an isolate stays until its errors are with Sentry, but not for one th
   await failPermanently("the last words");
   await run();
   await until("Sentry to be told", () => sentry.received.some((text) => text.includes("the last words")));
-  const ending = endWorker("SIGTERM");
+  const ending = stack.restart("SIGTERM");
   const ended = await Promise.race([
     ending,
     new Promise((resolve) => setTimeout(() => resolve("stays"), 200)),
@@ -314,7 +301,7 @@ Deno.test("an isolate stays until its errors are with Sentry, but not for one th
   await failPermanently("nobody waits for these");
   await run();
   const startedAt = performance.now();
-  await endWorker("SIGTERM");
+  await stack.restart("SIGTERM");
   assert(performance.now() - startedAt < 3_000);
   sentry.respond = undefined;
   logged();
@@ -336,7 +323,7 @@ Deno.test("without SENTRY_DSN an error is one line, and what speaks to Sentry is
   const path = join(stack.appDir, "supabase/functions/_shared/sentry.ts");
   await Deno.writeTextFile(path, 'throw new Error("sentry.ts was loaded");');
   delete env.SENTRY_DSN;
-  await endWorker("SIGTERM");
+  await stack.restart("SIGTERM");
   logged();
   const [id] = await failPermanently("only in the log");
   await run();
@@ -345,7 +332,7 @@ Deno.test("without SENTRY_DSN an error is one line, and what speaks to Sentry is
 
   // With it, and one that cannot be loaded, the job ends all the same.
   env.SENTRY_DSN = sentry.dsn;
-  await endWorker("SIGTERM");
+  await stack.restart("SIGTERM");
   logged();
   await failPermanently("in the log");
   const [result] = await run();

@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { join } from "node:path";
-import { shortLease, startTestStack, type TestStack, until } from "../support.ts";
+import { linesOf, shortLease, startTestStack, type TestStack, until, untilLines } from "../support.ts";
 
 /**
  * What a worker does when the runtime announces the end of its isolate with `beforeunload`. The local runtime does so at
@@ -27,14 +27,6 @@ async function enqueue(kind: string, payload: Record<string, string>, count = 1)
 /** A file for handlers to write to, removed with the stack. */
 const newFile = () => join(stack.appDir, `lines-${++files}`);
 
-async function linesOf(file: string): Promise<string[]> {
-  const text = await Deno.readTextFile(file).catch(() => "");
-  return text.split("\n").slice(0, -1);
-}
-
-const untilLines = (file: string, count: number) =>
-  until(`${count} lines in ${file}`, async () => (await linesOf(file)).length >= count);
-
 async function states(ids: string[]): Promise<string[]> {
   const rows = await stack.sql`select status, attempts from jobs where id = any(${ids}) order by id`;
   return rows.map(({ status, attempts }) => `${status} ${attempts}`);
@@ -42,15 +34,6 @@ async function states(ids: string[]): Promise<string[]> {
 
 const untilAll = (ids: string[], state: string) =>
   until(`${ids.length} jobs to be ${state}`, async () => (await states(ids)).every((one) => one === state));
-
-function workerPid(): number {
-  const pid = stack.services.functions.pid("job-worker");
-  assert(pid, "job-worker runs");
-  return pid;
-}
-
-const untilAnotherWorker = (pid: number) =>
-  until("another worker", () => ![undefined, pid].includes(stack.services.functions.pid("job-worker")));
 
 async function poke(): Promise<void> {
   const response = await stack.call("job-worker");
@@ -78,7 +61,7 @@ async function startJobs() {
 }
 
 async function announce(reason: string): Promise<void> {
-  if (reason === "termination") Deno.kill(workerPid(), "SIGTERM");
+  if (reason === "termination") Deno.kill(stack.pid(), "SIGTERM");
   else await untilAll(await enqueue("unload", { reason }), "succeeded 1"); // or another isolate would be told, later
   await until("the promise to be taken back", async () => !await isPromised());
 }
@@ -86,7 +69,7 @@ async function announce(reason: string): Promise<void> {
 for (const reason of ["cpu", "wall_clock", "early_drop", "termination"]) {
   Deno.test(`at a shutdown for ${reason} a worker takes no more, completes what ends in time and gives the rest back uncounted; the next enqueue finds another`, async () => {
     const { sql } = stack;
-    const pid = workerPid();
+    const pid = stack.pid();
     const { ends, rest, slow, openGate } = await startJobs();
     await announce(reason);
     const [late] = await enqueue("echo", {});
@@ -106,7 +89,7 @@ for (const reason of ["cpu", "wall_clock", "early_drop", "termination"]) {
 
     // The runtime ends the isolate, and so does the local one after its SIGTERM.
     if (reason !== "termination") Deno.kill(pid, "SIGKILL");
-    await untilAnotherWorker(pid);
+    await stack.untilRestarted(pid);
     const [next] = await enqueue("echo", {});
     assert(next);
     await untilAll([late, next], "succeeded 1");
@@ -117,9 +100,9 @@ Deno.test("a worker that is killed before it has given its jobs back leaves them
   const { sql } = stack;
   const { ends, rest, openGate } = await startJobs();
   await announce("wall_clock");
-  const pid = workerPid();
+  const pid = stack.pid();
   Deno.kill(pid, "SIGKILL");
-  await untilAnotherWorker(pid);
+  await stack.untilRestarted(pid);
   assert.deepEqual(await states([...ends, ...rest]), Array(4).fill("running 1"));
   await sql`delete from jobs where id = any(${rest})`;
   await openGate();
@@ -136,24 +119,24 @@ Deno.test("an isolate that lives on after its shutdown answers, and takes nothin
   await announce("wall_clock");
   await untilAll(rest, "pending 0");
   await stack.sql`delete from jobs where id = any(${rest})`;
-  const pid = workerPid();
+  const pid = stack.pid();
   const ids = await enqueue("echo", {}, 3);
   await poke();
   const response = await stack.call("job-worker", { wait: true });
   assert.deepEqual(await response.json(), { processed: 0, results: [] });
   assert.deepEqual(await states(ids), Array(3).fill("pending 0"));
   assert.equal(await isPromised(), false);
-  assert.equal(workerPid(), pid);
+  assert.equal(stack.pid(), pid);
 
   const drained = await stack.call("drain");
   assert.deepEqual((await drained.json()).queues, { echo: { succeeded: 3, failed: 0, dead: 0 } });
   Deno.kill(pid, "SIGKILL");
-  await untilAnotherWorker(pid);
+  await stack.untilRestarted(pid);
 });
 
 Deno.test("an isolate whose memory runs short gives back what does not end in time, uncounted, and takes jobs again if it lives on", async () => {
   const { sql } = stack;
-  const pid = workerPid();
+  const pid = stack.pid();
   const { ends, rest, slow, openGate } = await startJobs();
   await untilAll(await enqueue("unload", { reason: "memory" }), "succeeded 1");
   await openGate();
@@ -166,13 +149,13 @@ Deno.test("an isolate whose memory runs short gives back what does not end in ti
   await untilLines(slow, 9); // entered, aborted and entered again
   assert.deepEqual(await states(rest), Array(3).fill("running 1"));
   assert.equal((await sql`select from job_failures where job_id = any(${rest})`).length, 0);
-  assert.equal(workerPid(), pid);
+  assert.equal(stack.pid(), pid);
   await sql`delete from jobs where id = any(${rest})`;
 });
 
 Deno.test("an isolate that is sent no more requests takes no more jobs, and gives those at hand all their time", async () => {
   const { sql } = stack;
-  const pid = workerPid();
+  const pid = stack.pid();
   const { ends, rest, openGate } = await startJobs();
   await announce("drain");
   const [late] = await enqueue("echo", {});
@@ -184,7 +167,7 @@ Deno.test("an isolate that is sent no more requests takes no more jobs, and give
   await untilAll(ends, "succeeded 1");
   await sql`delete from jobs where id = any(${rest})`;
   Deno.kill(pid, "SIGKILL");
-  await untilAnotherWorker(pid);
+  await stack.untilRestarted(pid);
   await poke();
   await untilAll([late], "succeeded 1");
 });

@@ -44,11 +44,7 @@ const untilIdle = () =>
 
 /** Ends the worker in the midst of its lingering: nobody looks for jobs by himself any more. */
 async function endWorker(): Promise<void> {
-  const { functions } = stack.services;
-  const pid = functions.pid("job-worker");
-  assert(pid, "job-worker runs");
-  Deno.kill(pid, "SIGKILL");
-  await until("another worker", () => ![undefined, pid].includes(functions.pid("job-worker")));
+  await stack.restart();
   await stack.sql`delete from private.awake_workers`;
 }
 

@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { join } from "node:path";
-import { shortLease, startTestStack, type TestStack, until } from "../support.ts";
+import { linesOf, shortLease, startTestStack, type TestStack, until, untilLines } from "../support.ts";
 
 /** What the worker does with jobs, through the function: each test enqueues its own and runs them. */
 
@@ -77,27 +77,10 @@ const newFile = () => join(stack.appDir, `lines-${++files}`);
 
 const openGate = (file: string) => Deno.writeTextFile(`${file}.gate`, "");
 
-async function linesOf(file: string): Promise<string[]> {
-  const text = await Deno.readTextFile(file).catch(() => "");
-  return text.split("\n").slice(0, -1);
-}
-
-const untilLines = (file: string, count: number) =>
-  until(`${count} lines in ${file}`, async () => (await linesOf(file)).length >= count);
-
 const untilStatus = (id: string, status: string) =>
   until(`job ${id} to be ${status}`, async () => (await job(id)).status === status);
 
 const makeDue = (id: string) => stack.sql`update jobs set available_at = clock_timestamp() where id = ${id}`;
-
-/** Signals the worker's process and waits until another one has taken its place. */
-async function endWorker(signal: Deno.Signal): Promise<void> {
-  const { functions } = stack.services;
-  const pid = functions.pid("job-worker");
-  assert(pid, "job-worker runs");
-  Deno.kill(pid, signal);
-  await until("another worker", () => ![undefined, pid].includes(functions.pid("job-worker")));
-}
 
 Deno.test("8 workers at once and 5,000 jobs: every handler runs once, and every job succeeds at its first attempt", async () => {
   const file = newFile();
@@ -365,7 +348,7 @@ Deno.test("the 10 jobs of a worker that was killed run again after their leases,
   const ids = await enqueue("wait_for_gate", { file }, 10);
   await poke();
   await untilLines(file, 10);
-  await endWorker("SIGKILL");
+  await stack.restart("SIGKILL");
   assert((await jobs(ids)).every(({ status, attempts }) => status === "running" && attempts === 1));
   await openGate(file);
 
@@ -391,7 +374,7 @@ Deno.test("a worker that is told to shut down completes what ends in time, and g
   await poke();
   await untilLines(quick, 1);
   await untilLines(slow, 3);
-  const ended = endWorker("SIGTERM");
+  const ended = stack.restart("SIGTERM");
   await openGate(quick);
   await untilStatus(ends, "succeeded");
   await ended;
