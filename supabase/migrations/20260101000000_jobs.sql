@@ -3,8 +3,9 @@
 -- A job is one row from the moment it is enqueued until it is purged. Its state is its status and nothing else:
 --
 --   pending ──claim──▶ running ──complete──▶ succeeded
---      ▲                  │
---      └──fail, release───┴──fail on the last attempt, or permanently──▶ dead
+--    ▲  ▲                 │
+--    │  └──fail, release──┴──fail on the last attempt, or permanently──▶ dead
+--    └──retry── dead, cancelled ◀──cancel── pending, running
 --
 -- Invariants
 --   * Each change of state is one SQL function. Workers hold no state that the tables lack.
@@ -12,11 +13,15 @@
 --     every claim and every settling and never falls, so a stale worker's token matches nothing.
 --   * An attempt is counted when it is claimed, not when it ends. A worker that dies takes its attempt with it.
 --   * running ⇔ there is a lease; succeeded, dead or cancelled ⇔ there is a finished_at. Checks hold both.
+--   * Of the jobs of a kind that hold a dedupe key there is one; the unique index jobs_dedupe says which hold it.
 --   * Time is the database's: clock_timestamp(), never now(), which stands still in a long transaction.
 --
 -- Errors raised by the functions of this template, in every file:
 --   22023  an argument is not usable; the message names it
+--   25000  claim_jobs was called in a transaction that is not read committed
+--   40001  an enqueue with a dedupe key, in such a transaction, met what its snapshot does not see: repeat the transaction
 --   55000  dispatch is not set up; the hint says what to do
+--   55P03  a job's row has been kept locked for a second by somebody else; the call has changed nothing
 --
 -- Every function pins search_path to pg_catalog, pg_temp. An empty one would not do: the caller's temporary schema is then
 -- searched first for types, and a domain named uuid in it would run its check with the function's rights.
@@ -35,15 +40,21 @@ begin
 end $$;
 grant usage on schema private to service_role;
 
+-- A version 7 UUID (RFC 9562, section 5.7) whose 12 bits after the milliseconds are their fraction, so that ids rise within
+-- a batch. Its body is bound when it is created, so it needs no search_path and the planner puts it where it is called.
+create function private.new_job_id() returns uuid
+language sql
+return (
+  left(
+    overlay('0' || to_hex((date_part('epoch', clock_timestamp()) * 65536000)::bigint) placing '7' from 13 for 0),
+    16
+  ) || substr(gen_random_uuid()::text, 20)
+)::uuid;
+revoke all on function private.new_job_id from public, anon, authenticated;
+grant execute on function private.new_job_id to service_role;
+
 create table public.jobs (
-  -- A version 7 UUID (RFC 9562, section 5.7) whose 12 bits after the milliseconds are their fraction, so that ids rise
-  -- within a batch. An expression and not a function: whoever inserts would need the right to execute it.
-  id uuid primary key default (
-    left(
-      overlay('0' || to_hex((date_part('epoch', clock_timestamp()) * 65536000)::bigint) placing '7' from 13 for 0),
-      16
-    ) || substr(gen_random_uuid()::text, 20)
-  )::uuid,
+  id uuid primary key default private.new_job_id(),
   kind text not null check (kind ~ '^[a-z][a-z0-9_]{0,62}$'),
   payload jsonb not null default '{}',
   status text not null default 'pending' check (status in ('pending', 'running', 'succeeded', 'dead', 'cancelled')),
@@ -55,6 +66,9 @@ create table public.jobs (
   locked_by text,
   lease_expires_at timestamptz check (isfinite(lease_expires_at)),
   lease_token int not null default 0 check (lease_token between 0 and 1000000000),
+  dedupe_key text check (length(dedupe_key) between 1 and 512),
+  dedupe text not null default 'active' check (dedupe in ('active', 'waiting', 'replace', 'once')),
+  concurrency_key text check (length(concurrency_key) between 1 and 512),
   context jsonb,
   result jsonb,
   last_error text,
@@ -84,15 +98,37 @@ comment on column public.jobs.locked_at is 'When the last attempt was claimed; k
 comment on column public.jobs.locked_by is 'The worker of the last attempt; kept when it ends.';
 comment on column public.jobs.lease_expires_at is 'Null unless running. After this time the job is rescued.';
 comment on column public.jobs.lease_token is 'Names one claim. Rises at every claim and settling.';
+comment on column public.jobs.dedupe_key is 'Of jobs with the same kind and key only one is enqueued; dedupe says for how long.';
+comment on column public.jobs.dedupe is
+  'Until when the job holds its key: active, while it waits or runs; waiting and replace, while it waits; once, while there is a row.';
+comment on column public.jobs.concurrency_key is 'Of jobs with the same kind and key, key_concurrency (1) run at once.';
 comment on column public.jobs.context is 'Who asked for the job, as the enqueuer recorded it.';
 comment on column public.jobs.result is 'What the handler returned.';
 comment on column public.jobs.last_error is 'What the last failed attempt threw; kept when a later attempt succeeds.';
 
--- The order of the claim. It ends in id, or equal timestamps would be sorted at every claim.
-create index jobs_ready on public.jobs (kind, priority desc, available_at, id) where status = 'pending';
+-- The order of the claim. It ends in id, or equal timestamps would be sorted at every claim. Jobs with a concurrency key
+-- have an index of their own, so that those which must wait for their key are in nobody's way; and one by key, to step over
+-- a key with many jobs.
+create index jobs_ready on public.jobs (kind, priority desc, available_at, id)
+  where status = 'pending' and concurrency_key is null;
+create index jobs_ready_keyed on public.jobs (kind, priority desc, available_at, id)
+  where status = 'pending' and concurrency_key is not null;
+create index jobs_keys on public.jobs (kind, concurrency_key, priority desc, available_at, id)
+  where status = 'pending' and concurrency_key is not null;
 
--- Which leases have run out.
+-- How many run, by kind and by key; which leases have run out.
+create index jobs_running on public.jobs (kind, concurrency_key) where status = 'running';
 create index jobs_leases on public.jobs (lease_expires_at) where status = 'running';
+
+-- Who holds a dedupe key. An enqueue that meets a holder is absorbed by it.
+create unique index jobs_dedupe on public.jobs (kind, dedupe_key)
+  where dedupe_key is not null
+    and (status = 'pending' or dedupe = 'once' or (dedupe = 'active' and status = 'running'));
+
+-- For statistics: what waits for a retry (true) or for its time. For statistics and the purge: what has ended.
+create index jobs_later on public.jobs (kind, (attempts > 0), available_at)
+  where status = 'pending' and (attempts > 0 or available_at > created_at);
+create index jobs_finished on public.jobs (kind, status, finished_at) where finished_at is not null;
 
 -- What died because its worker did not know the kind: see declare_job_kinds.
 create index jobs_unknown_kinds on public.jobs (kind, finished_at) where status = 'dead' and last_error like 'unknown_kind:%';
@@ -108,6 +144,7 @@ create table public.job_failures (
   retry_at timestamptz,
   primary key (job_id, lease_token)
 );
+create index job_failures_failed_at on public.job_failures (kind, failed_at);
 comment on table public.job_failures is 'One row per failed attempt. retry_at is null when the job died of it.';
 
 create table public.job_kinds (
@@ -118,13 +155,26 @@ create table public.job_kinds (
   backoff_factor double precision check (backoff_factor between 1 and 10),
   backoff_cap interval check (backoff_cap between interval '0' and interval '30 days'),
   backoff_jitter double precision check (backoff_jitter between 0 and 1),
+  concurrency int check (concurrency between 1 and 1000000),
+  key_concurrency int check (key_concurrency between 1 and 1000000),
+  rate_limit int check (rate_limit between 1 and 1000000),
+  rate_period interval check (rate_period between interval '1 millisecond' and interval '31 days'),
+  keep_succeeded interval check (keep_succeeded >= interval '0'),
+  keep_dead interval check (keep_dead >= interval '0'),
+  keep_cancelled interval check (keep_cancelled >= interval '0'),
+  paused boolean not null default false,
   declared jsonb not null default '{}'
 );
 comment on table public.job_kinds is
-  'Settings per kind, one optional row each. Null: 5 attempts, 45000 ms, 30 s, 2, 1 h, 0.2. Change a value and it holds from the next attempt on.';
+  'Settings per kind, one optional row each. Null: 5 attempts, 45000 ms, 30 s, 2, 1 h, 0.2; no limit, but 1 per key; per minute; 7, 30 and 7 days. A change holds from the next claim on.';
 comment on column public.job_kinds.timeout_ms is 'How long one attempt may run.';
 comment on column public.job_kinds.backoff_base is
   'After attempt n the wait is base × factor^n, at most cap, drawn evenly from the last jitter (0.2: the last 20 %) below that.';
+comment on column public.job_kinds.concurrency is 'How many run at once, over all workers.';
+comment on column public.job_kinds.key_concurrency is 'How many of one concurrency key run at once.';
+comment on column public.job_kinds.rate_limit is 'How many are claimed within any rate_period.';
+comment on column public.job_kinds.keep_dead is 'How long after its end a dead job is deleted; its failures with it.';
+comment on column public.job_kinds.paused is 'None is claimed; those that run go on.';
 comment on column public.job_kinds.declared is
   'What the deployed code last declared. A value that differs from it was set by an operator and stays.';
 
@@ -153,25 +203,35 @@ begin
   -- Somebody who changes a kind's row keeps it locked until his transaction ends. What holds now is then given back, and the
   -- next worker declares.
   begin
-    insert into public.job_kinds as k
-      (kind, max_attempts, timeout_ms, backoff_base, backoff_factor, backoff_cap, backoff_jitter, declared)
-    select d.kind, d.max_attempts, d.timeout_ms, d.backoff_base, d.backoff_factor, d.backoff_cap, d.backoff_jitter, c.declared
+    insert into public.job_kinds as k (
+      kind, max_attempts, timeout_ms, backoff_base, backoff_factor, backoff_cap, backoff_jitter, concurrency,
+      key_concurrency, rate_limit, rate_period, keep_succeeded, keep_dead, keep_cancelled, declared
+    )
+    select
+      d.kind, d.max_attempts, d.timeout_ms, d.backoff_base, d.backoff_factor, d.backoff_cap, d.backoff_jitter,
+      d.concurrency, d.key_concurrency, d.rate_limit, d.rate_period, d.keep_succeeded, d.keep_dead, d.keep_cancelled,
+      c.declared
     from jsonb_array_elements(declarations) e
     cross join lateral jsonb_populate_record(null::public.job_kinds, e) d
-    cross join lateral (select to_jsonb(d) - 'kind' - 'declared' as declared) c
+    cross join lateral (select to_jsonb(d) - array['kind', 'paused', 'declared'] as declared) c
     -- A conflict locks the row even when there is nothing to change, and an operator's open transaction would then hold up
     -- every worker that starts.
     where not exists (select from public.job_kinds o where o.kind = d.kind and o.declared = c.declared)
     order by d.kind
-    on conflict (kind) do update set
-      (max_attempts, timeout_ms, backoff_base, backoff_factor, backoff_cap, backoff_jitter, declared) = (
-        select m.max_attempts, m.timeout_ms, m.backoff_base, m.backoff_factor, m.backoff_cap, m.backoff_jitter, excluded.declared
+    on conflict (kind) do update set (
+        max_attempts, timeout_ms, backoff_base, backoff_factor, backoff_cap, backoff_jitter, concurrency, key_concurrency,
+        rate_limit, rate_period, keep_succeeded, keep_dead, keep_cancelled, declared
+      ) = (
+        select
+          m.max_attempts, m.timeout_ms, m.backoff_base, m.backoff_factor, m.backoff_cap, m.backoff_jitter, m.concurrency,
+          m.key_concurrency, m.rate_limit, m.rate_period, m.keep_succeeded, m.keep_dead, m.keep_cancelled,
+          excluded.declared
         from jsonb_populate_record(
           null::public.job_kinds,
           -- What an operator changed since the last declaration wins over the new one.
           excluded.declared || coalesce((
             select jsonb_object_agg(c.key, c.value)
-            from jsonb_each(to_jsonb(k) - 'kind' - 'declared') c
+            from jsonb_each(to_jsonb(k) - array['kind', 'paused', 'declared']) c
             where c.value is distinct from coalesce(k.declared -> c.key, 'null')
           ), '{}')
         ) m
@@ -180,12 +240,11 @@ begin
     null;
   end;
 
-  update public.jobs j
-  set status = 'pending', attempts = greatest(j.attempts - 1, 0), finished_at = null, updated_at = clock_timestamp()
-  where j.id = any (array(
-    select d.id from jsonb_array_elements(declarations) e
+  perform private.requeue_jobs(array(
+    select row(d.id, d.available_at, greatest(d.attempts - 1, 0), d.last_error)::private.requeued_job
+    from jsonb_array_elements(declarations) e
     cross join lateral (
-      select o.id from public.jobs o
+      select o.* from public.jobs o
       where o.kind = e ->> 'kind' and o.status = 'dead' and o.last_error like 'unknown_kind:%'
         and o.last_error = 'unknown_kind: ' || o.kind and o.finished_at > (select clock_timestamp()) - interval '1 day'
       limit 1000

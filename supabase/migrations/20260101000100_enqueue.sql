@@ -1,8 +1,15 @@
 -- Enqueue: how work gets in.
 --
 -- enqueue_job writes one row, in the caller's transaction: if that rolls back there is no job, and no worker sees the job
--- before it commits. A plain insert into jobs does the same; this function adds readable errors and delays as intervals,
--- so that a caller's clock never matters.
+-- before it commits. A plain insert into jobs does the same; this function adds readable errors, delays as intervals, so
+-- that a caller's clock never matters, and an answer where a dedupe key is held already: an insert raises 23505 there.
+--
+-- Invariants of dedupe
+--   * The unique index jobs_dedupe decides, and nothing that was looked up before. Whoever meets a row of a transaction that
+--     is still open waits for its end: if that rolls back, the job is enqueued and not lost.
+--   * A waiting job that absorbs an enqueue stays locked until the enqueuing transaction ends. The claim skips it so long, so
+--     that its handler sees the data of that transaction.
+--   * Batches take their keys in one order, so that two of them cannot deadlock.
 
 -- A payload has 4 MB of JSON at most, however it comes in: a claim of ten must fit into a function's memory, and into the
 -- API's time. The condition is looked at by the insert itself; an update of the job never does.
@@ -19,8 +26,100 @@ revoke all on function private.refuse_payload from public, anon, authenticated, 
 create trigger refuse_payload before insert on public.jobs
   for each row when (octet_length(new.payload::text) > 4000000) execute function private.refuse_payload();
 
--- Enqueues a job and returns its id. `delay` counts from now on the database's clock; `available_at` is a time; at most
--- one of the two. `max_attempts` null: as job_kinds says, else 5. `context` is handed to the handler as it is.
+-- A job that is about to be inserted.
+create type private.new_job as (
+  id uuid, kind text, payload jsonb, available_at timestamptz, priority int, max_attempts int, dedupe_key text, dedupe text,
+  concurrency_key text, context jsonb
+);
+
+-- Raises 22023 saying what of a job is not usable.
+create function private.check_job(
+  kind text, payload jsonb, delay interval, available_at timestamptz, priority int, max_attempts int,
+  dedupe_key text, dedupe text, concurrency_key text
+) returns void
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  wrong text;
+  hint text := '';
+begin
+  if check_job.kind is null or check_job.kind !~ '^[a-z][a-z0-9_]{0,62}$' then
+    wrong := format('kind %s is not a kind''s name', coalesce(quote_literal(left(check_job.kind, 80)), 'null'));
+    hint := 'Use lower case letters, digits and _, starting with a letter, at most 63 characters.';
+  elsif check_job.payload is null then
+    wrong := 'payload is null'; hint := 'Leave it out for {}.';
+  elsif check_job.delay is not null and check_job.available_at is not null then
+    wrong := 'both delay and available_at are given'; hint := 'Give one of them.';
+  elsif check_job.delay not between interval '0' and interval '10 years' then
+    wrong := format('delay %s is not between 0 and 10 years', check_job.delay);
+  elsif not isfinite(check_job.available_at) then
+    wrong := format('available_at is %s', check_job.available_at); hint := 'Give a time.';
+  elsif check_job.priority is null or check_job.priority not between -100 and 100 then
+    wrong := format('priority %s is not between -100 and 100', coalesce(check_job.priority::text, 'null'));
+  elsif check_job.max_attempts not between 1 and 1000 then
+    wrong := format('max_attempts %s is not between 1 and 1000', check_job.max_attempts);
+  elsif length(check_job.dedupe_key) not between 1 and 512 then
+    wrong := format('dedupe_key has %s characters, not 1 to 512', length(check_job.dedupe_key));
+  elsif check_job.dedupe is null or check_job.dedupe not in ('active', 'waiting', 'replace', 'once') then
+    wrong := format('dedupe %s is not active, waiting, replace or once', coalesce(quote_literal(left(check_job.dedupe, 80)), 'null'));
+  elsif length(check_job.concurrency_key) not between 1 and 512 then
+    wrong := format('concurrency_key has %s characters, not 1 to 512', length(check_job.concurrency_key));
+  end if;
+  if wrong is not null then
+    raise exception 'enqueue_job: %', wrong using errcode = '22023', hint = hint;
+  end if;
+end $$;
+
+-- Enqueues a job whose dedupe key may be held: `id` is then the holder's, and `created` false.
+create function private.enqueue_deduped(new private.new_job, out id uuid, out created boolean)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  for attempt in 1 .. 100 loop
+    insert into public.jobs (id, kind, payload, available_at, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context)
+    values (new.*)
+    on conflict do nothing
+    returning jobs.id into id;
+    created := id is not null;
+    if not created and new.dedupe = 'replace' then
+      update public.jobs j
+      set payload = new.payload, available_at = new.available_at, priority = new.priority, max_attempts = new.max_attempts,
+        concurrency_key = new.concurrency_key, context = new.context, attempts = 0, last_error = null,
+        updated_at = clock_timestamp()
+      where j.kind = new.kind and j.dedupe_key = new.dedupe_key and j.status = 'pending'
+      returning j.id into id;
+    elsif not created then
+      select j.id into id from public.jobs j
+      where j.kind = new.kind and j.dedupe_key = new.dedupe_key and j.status = 'pending'
+      for share;
+    end if;
+    if id is null then
+      select j.id into id from public.jobs j
+      where j.kind = new.kind and j.dedupe_key = new.dedupe_key
+        and (j.dedupe = 'once' or (j.dedupe = 'active' and j.status = 'running')) and j.status <> 'pending';
+    end if;
+    -- Else the holder has been claimed, or has ended, since the insert met it.
+    exit when id is not null;
+  end loop;
+  if id is null then
+    raise exception 'enqueue_job: who holds dedupe key % of % changes all the time', quote_literal(new.dedupe_key), new.kind
+      using errcode = '40001', hint = 'Repeat the transaction.';
+  end if;
+end $$;
+
+-- Enqueues a job and returns its id.
+--
+--   delay, available_at  not before: from now on the database's clock, or a time; at most one of the two
+--   priority             -100 to 100, higher first within the kind
+--   max_attempts         null: as job_kinds says, else 5
+--   dedupe_key, dedupe   while another job of the kind holds the key, nothing is enqueued and its id is returned. It holds it
+--                        while it waits or runs (active); while it waits, a retry included (waiting; replace: and it takes
+--                        this call's payload, time and other settings, its attempts anew); while there is a row (once)
+--   concurrency_key      of the kind's jobs with this key, job_kinds.key_concurrency (1) run at once
+--   context              handed to the handler as it is
+--
 -- Raises 22023 naming the argument that is not usable.
 create function public.enqueue_job(
   kind text,
@@ -29,50 +128,154 @@ create function public.enqueue_job(
   available_at timestamptz default null,
   priority int default 0,
   max_attempts int default null,
+  dedupe_key text default null,
+  dedupe text default 'active',
+  concurrency_key text default null,
   context jsonb default null
 ) returns uuid
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
+#variable_conflict use_variable
 declare
   new_id uuid;
+  -- A time in the past would overtake the jobs that already wait.
+  due constant timestamptz := greatest(available_at, clock_timestamp() + coalesce(delay, interval '0'));
 begin
-  if enqueue_job.kind is null or enqueue_job.kind !~ '^[a-z][a-z0-9_]{0,62}$' then
-    raise exception 'enqueue_job: kind % is not a kind''s name', coalesce(quote_literal(left(enqueue_job.kind, 80)), 'null')
-      using errcode = '22023', hint = 'Use lower case letters, digits and _, starting with a letter, at most 63 characters.';
+  perform private.check_job(
+    kind, payload, delay, available_at, priority, max_attempts, dedupe_key, dedupe, concurrency_key
+  );
+  if dedupe_key is not null then
+    return (private.enqueue_deduped(row(
+      private.new_job_id(), kind, payload, due, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context
+    )::private.new_job)).id;
   end if;
-  if enqueue_job.payload is null then
-    raise exception 'enqueue_job: payload is null' using errcode = '22023', hint = 'Leave it out for {}.';
-  end if;
-  if enqueue_job.delay is not null and enqueue_job.available_at is not null then
-    raise exception 'enqueue_job: both delay and available_at are given' using errcode = '22023', hint = 'Give one of them.';
-  end if;
-  if enqueue_job.delay not between interval '0' and interval '10 years' then
-    raise exception 'enqueue_job: delay % is not between 0 and 10 years', enqueue_job.delay using errcode = '22023';
-  end if;
-  if enqueue_job.available_at in ('infinity', '-infinity') then
-    raise exception 'enqueue_job: available_at is %', enqueue_job.available_at using errcode = '22023', hint = 'Give a time.';
-  end if;
-  if enqueue_job.priority is null or enqueue_job.priority not between -100 and 100 then
-    raise exception 'enqueue_job: priority % is not between -100 and 100', coalesce(enqueue_job.priority::text, 'null')
-      using errcode = '22023';
-  end if;
-  if enqueue_job.max_attempts not between 1 and 1000 then
-    raise exception 'enqueue_job: max_attempts % is not between 1 and 1000', enqueue_job.max_attempts using errcode = '22023';
-  end if;
-
-  insert into public.jobs (kind, payload, available_at, priority, max_attempts, context)
-  values (
-    enqueue_job.kind,
-    enqueue_job.payload,
-    -- A time in the past would overtake the jobs that already wait.
-    greatest(enqueue_job.available_at, clock_timestamp() + coalesce(enqueue_job.delay, interval '0')),
-    enqueue_job.priority,
-    enqueue_job.max_attempts,
-    enqueue_job.context
-  )
+  insert into public.jobs (kind, payload, available_at, priority, max_attempts, concurrency_key, context)
+  values (kind, payload, due, priority, max_attempts, concurrency_key, context)
   returning id into new_id;
   return new_id;
 end $$;
-revoke all on function public.enqueue_job from public, anon, authenticated;
-grant execute on function public.enqueue_job to service_role;
+
+-- Enqueues the jobs in [{"kind", "payload", …}], each with the arguments of enqueue_job, all or none of them, and returns
+-- for each, in the order given, its id and whether it was created: false with the id of the job that holds its dedupe key.
+-- Raises 22023 naming the entry, from 0 on, and what of it is not usable.
+create function public.enqueue_jobs(jobs jsonb) returns table (id uuid, created boolean)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+#variable_conflict use_column
+declare
+  fields constant text[] := array['kind', 'payload', 'delay', 'available_at', 'priority', 'max_attempts', 'dedupe_key',
+    'dedupe', 'concurrency_key', 'context'];
+  given private.new_job[];
+  inserted uuid[];
+  ids uuid[];
+  were_created boolean[];
+  entry record;
+  job record;
+  hint text;
+begin
+  if jsonb_typeof(enqueue_jobs.jobs) is distinct from 'array' then
+    raise exception 'enqueue_jobs: jobs is %, not an array', coalesce(jsonb_typeof(enqueue_jobs.jobs), 'null')
+      using errcode = '22023', hint = 'Give [{"kind": "…", "payload": {}}, …].';
+  end if;
+
+  begin
+    given := array(
+      select row(
+        private.new_job_id(), r.kind, coalesce(r.payload, '{}'),
+        greatest(r.available_at, clock_timestamp() + coalesce(r.delay, interval '0')),
+        coalesce(r.priority, 0), r.max_attempts, r.dedupe_key, coalesce(r.dedupe, 'active'), r.concurrency_key, r.context
+      )::private.new_job
+      from jsonb_array_elements(enqueue_jobs.jobs) with ordinality e(value, n)
+      cross join lateral jsonb_to_record(e.value) as r(
+        kind text, payload jsonb, delay interval, available_at timestamptz, priority int, max_attempts int,
+        dedupe_key text, dedupe text, concurrency_key text, context jsonb
+      )
+      order by e.n
+    );
+    -- What the table does not refuse by itself.
+    if exists (
+      select from jsonb_array_elements(enqueue_jobs.jobs) e
+      where e - fields <> '{}'
+        or (e ->> 'delay' is not null and e ->> 'available_at' is not null)
+        or (e ->> 'delay')::interval not between interval '0' and interval '10 years'
+        or not isfinite((e ->> 'available_at')::timestamptz)
+    ) then
+      raise data_exception;
+    end if;
+
+    -- At once what has no key or is the first with its key. The keys are taken in one order.
+    with added as (
+      insert into public.jobs
+        (id, kind, payload, available_at, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context)
+      select g.id, g.kind, g.payload, g.available_at, g.priority, g.max_attempts, g.dedupe_key, g.dedupe,
+        g.concurrency_key, g.context
+      from (select u.*, row_number() over (partition by u.kind, u.dedupe_key order by u.id) as nth from unnest(given) u) g
+      where g.dedupe_key is null or g.nth = 1
+      order by g.kind, g.dedupe_key, g.id
+      on conflict do nothing
+      returning id
+    )
+    select coalesce(array_agg(a.id), '{}') into inserted from added a;
+  exception when data_exception or integrity_constraint_violation then
+    for entry in select e.value, e.n - 1 as n from jsonb_array_elements(enqueue_jobs.jobs) with ordinality e(value, n) loop
+      begin
+        select r.* into job from jsonb_to_record(entry.value) as r(
+          kind text, payload jsonb, delay interval, available_at timestamptz, priority int, max_attempts int,
+          dedupe_key text, dedupe text, concurrency_key text, context jsonb
+        );
+        if entry.value - fields <> '{}' then
+          raise exception 'it has no field %', (select quote_literal(left(k, 80)) from jsonb_object_keys(entry.value - fields) k limit 1)
+            using errcode = '22023', hint = 'There are ' || array_to_string(fields, ', ') || '.';
+        end if;
+        if octet_length(job.payload::text) > 4000000 then
+          raise exception 'the payload has % bytes of JSON, more than 4000000', octet_length(job.payload::text)
+            using errcode = '22023', hint = 'Keep it in Storage or in a table of yours, and enqueue where it is.';
+        end if;
+        perform private.check_job(
+          job.kind, coalesce(job.payload, '{}'), job.delay, job.available_at, coalesce(job.priority, 0), job.max_attempts,
+          job.dedupe_key, coalesce(job.dedupe, 'active'), job.concurrency_key
+        );
+      exception when data_exception then
+        get stacked diagnostics hint = pg_exception_hint;
+        raise exception 'enqueue_jobs: entry %: %', entry.n, replace(sqlerrm, 'enqueue_job: ', '')
+          using errcode = '22023', hint = hint;
+      end;
+    end loop;
+    raise;
+  end;
+
+  ids := array(select g.id from unnest(given) g);
+  were_created := array_fill(true, array[cardinality(ids)]);
+  if cardinality(inserted) < cardinality(given) then
+    for job in
+      select g.n, row(
+        g.id, g.kind, g.payload, g.available_at, g.priority, g.max_attempts, g.dedupe_key, g.dedupe, g.concurrency_key, g.context
+      )::private.new_job as new
+      from unnest(given) with ordinality
+        as g(id, kind, payload, available_at, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context, n)
+      where not exists (select from unnest(inserted) i where i = g.id)
+      order by g.kind, g.dedupe_key, g.n
+    loop
+      select d.id, d.created into entry from private.enqueue_deduped(job.new) d;
+      ids[job.n] := entry.id;
+      were_created[job.n] := entry.created;
+    end loop;
+  end if;
+  return query select u.id, u.created from unnest(ids, were_created) with ordinality as u(id, created, n) order by u.n;
+end $$;
+
+-- The same for REST, which gives back at most 1000 rows: [{"id", "created"}, …].
+create function public.enqueue_jobs_as_json(jobs jsonb) returns jsonb
+language sql
+set search_path = pg_catalog, pg_temp
+as $$
+  select coalesce(jsonb_agg(to_jsonb(e) order by e.ordinality), '[]')
+  from (select q.id, q.created, q.ordinality from public.enqueue_jobs(jobs) with ordinality q) e
+$$;
+
+revoke all on function private.check_job, private.enqueue_deduped, public.enqueue_job, public.enqueue_jobs,
+  public.enqueue_jobs_as_json from public, anon, authenticated;
+grant execute on function private.check_job, private.enqueue_deduped, public.enqueue_job, public.enqueue_jobs,
+  public.enqueue_jobs_as_json to service_role;

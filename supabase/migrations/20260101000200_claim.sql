@@ -2,8 +2,14 @@
 --
 -- Each kind that waits gets a fair share of a claim, so a hundred thousand jobs of one kind do not delay another's first.
 -- Within a kind the higher priority goes first and then the one enqueued first; one pick in ten starts from the lowest
--- priority, so that nothing starves. A claim's cost depends on what it takes, not on what waits: kinds and priorities are
--- stepped through by index, one probe each, and delayed jobs are never walked over.
+-- priority, so that nothing starves. A claim's cost depends on what it takes, not on what waits: kinds, priorities and
+-- concurrency keys are stepped through by index, one probe each, and delayed jobs are never walked over.
+--
+-- Invariants of flow control
+--   * Nothing counts but rows: those that run, and private.starts for the rate. Nobody can leak a place.
+--   * Whoever claims of a kind that has a limit, or jobs with a concurrency key, holds that kind's row of private.turns until
+--     its transaction ends, and counts after it has got it. Another claim passes such a kind over instead of waiting.
+--   * The time by which a claim counts is the one that it writes to locked_at.
 --
 -- The rows are locked `for no key update skip locked`, not with the usual `for update`: a row of job_failures or of an
 -- app's own table that references a job holds `for key share` on it until its transaction ends, and `for update skip
@@ -11,19 +17,70 @@
 --
 -- Planner: the settings on claim_jobs pin one plan shape whatever the statistics say. With stale statistics the planner
 -- otherwise sorts or scans the table (measured: 3 to 10 times slower); enable_seqscan off alone brings in the JIT (48 ms).
--- `(select clock_timestamp())` is read once, so an index scan ends at it; a bare volatile call would be asked for every row.
 
--- Where the next claim starts its round of the kinds when more than 32 wait. Unlogged: a crash empties it, and the round
--- begins anew.
-create unlogged table private.turn (
-  one boolean primary key default true check (one),
-  kind text not null
+-- Whose turn it is: in the row of a kind, the concurrency key after which the next claim goes on; in the row '', the kind
+-- after which the next claim starts its round when more than 32 wait. Who has locked a row has the turn.
+create table private.turns (
+  kind text primary key,
+  at text not null default ''
 );
-alter table private.turn enable row level security;
-revoke all on private.turn from public, anon, authenticated, service_role;
-grant select, insert, update on private.turn to service_role;
+insert into private.turns values ('');
 
--- Up to 32 kinds that have pending jobs, due or not, from the one after `start` on and round again.
+-- When how many jobs of a kind with a rate limit were claimed, within its last rate_period.
+create table private.starts (
+  kind text not null,
+  at timestamptz not null,
+  jobs int not null,
+  primary key (kind, at)
+);
+
+-- A transaction that stays open keeps the index entries of all jobs that have ended since it began, and a claim walks over
+-- them: with 4000 jobs a second, after a minute for 176 ms. So a claim that has read much for what it took leaves a mark
+-- where it found something, and the next ones begin there. At look_at one of them looks at what is before the mark, as does
+-- every claim that would be empty, since jobs may come in there late. There is no mark where there is no such trouble.
+create unlogged table private.low_water (
+  kind text not null,
+  priority int not null,
+  available_at timestamptz not null,
+  look_at timestamptz not null,
+  primary key (kind, priority)
+);
+alter table private.turns enable row level security;
+alter table private.starts enable row level security;
+alter table private.low_water enable row level security;
+revoke all on private.turns, private.starts, private.low_water from public, anon, authenticated, service_role;
+grant select, insert, update, delete on private.turns, private.starts, private.low_water to service_role;
+
+-- The first kind after this one that has pending jobs, due or not.
+create function private.next_kind(after text) returns text
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  marked constant text := (select m.kind from private.low_water m where m.kind > after order by m.kind, m.priority limit 1);
+  plain text;
+  keyed text;
+begin
+  if marked is null then
+    select j.kind into plain from public.jobs j
+    where j.status = 'pending' and j.concurrency_key is null and j.kind > after
+    order by j.kind, j.priority desc, j.available_at, j.id
+    limit 1;
+  else
+    select j.kind into plain from public.jobs j
+    where j.status = 'pending' and j.concurrency_key is null and j.kind > after and j.kind < marked
+    order by j.kind, j.priority desc, j.available_at, j.id
+    limit 1;
+    plain := coalesce(plain, marked);
+  end if;
+  select j.kind into keyed from public.jobs j
+  where j.status = 'pending' and j.concurrency_key is not null and j.kind > after
+  order by j.kind, j.priority desc, j.available_at, j.id
+  limit 1;
+  return least(plain, keyed);
+end $$;
+
+-- Up to 32 kinds that have pending jobs, from the one after `start` on and round again.
 create function private.waiting_kinds(start text) returns text[]
 language plpgsql
 set search_path = pg_catalog, pg_temp
@@ -31,86 +88,401 @@ as $$
 declare
   found_kinds text[] := '{}';
   at_kind text := start;
-  next_kind text;
   wrapped boolean := false;
 begin
   loop
-    next_kind := null;
-    select j.kind into next_kind from public.jobs j
-    where j.status = 'pending' and j.kind > at_kind
-    order by j.kind, j.priority desc, j.available_at, j.id
-    limit 1;
-    if next_kind is null or (wrapped and next_kind > start) then
+    at_kind := private.next_kind(at_kind);
+    if at_kind is null or (wrapped and at_kind > start) then
       exit when wrapped or start = '';
       wrapped := true;
       at_kind := '';
     else
-      at_kind := next_kind;
-      found_kinds := found_kinds || next_kind;
+      found_kinds := found_kinds || at_kind;
       exit when cardinality(found_kinds) = 32;
     end if;
   end loop;
   return found_kinds;
 end $$;
 
--- Up to `max_jobs` due jobs of one kind, locked, a priority at a time; `taken` are locked already by this claim. A suspect
--- has lost its worker at its last attempt, and has one attempt left or two; for each there may be one job more.
-create function private.pick_jobs(kind text, max_jobs int, taken uuid[], out ids uuid[], out suspects uuid[])
+-- Takes the turn of a kind until the transaction ends; false when another claim has it.
+create function private.take_turn(kind text) returns boolean
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+begin
+  perform from private.turns t where t.kind = take_turn.kind for no key update skip locked;
+  if not found and not exists (select from private.turns t where t.kind = take_turn.kind) then
+    insert into private.turns (kind) select '' where not exists (select from private.turns t where t.kind = '');
+    -- One at a time: an insert would wait for another of the same row.
+    perform from private.turns t where t.kind = '' for no key update skip locked;
+    if found then
+      insert into private.turns (kind) values (take_turn.kind) on conflict do nothing;
+      perform from private.turns t where t.kind = take_turn.kind for no key update skip locked;
+    end if;
+  end if;
+  return found;
+end $$;
+
+-- How many jobs of a kind its limits let start at that time, at most `max_jobs`.
+create function private.free_places(kind text, max_jobs int, at timestamptz) returns int
 language plpgsql
 set search_path = pg_catalog, pg_temp
 as $$
 declare
-  lowest_first constant boolean := random() < 0.1;
+  limits record;
+  places int := max_jobs;
+begin
+  select k.paused, k.concurrency, k.rate_limit, coalesce(k.rate_period, interval '1 minute') as rate_period into limits
+  from public.job_kinds k
+  where k.kind = free_places.kind;
+  if limits.paused then
+    return 0;
+  end if;
+  if limits.concurrency is not null then
+    places := least(places, limits.concurrency - (
+      select count(*)::int from (
+        select from public.jobs j where j.status = 'running' and j.kind = free_places.kind limit limits.concurrency
+      ) r
+    ));
+  end if;
+  if limits.rate_limit is not null and places > 0 then
+    places := least(places, limits.rate_limit - (
+      select coalesce(sum(s.jobs), 0)::int from private.starts s
+      where s.kind = free_places.kind and s.at > free_places.at - limits.rate_period
+    ));
+  end if;
+  return greatest(places, 0);
+end $$;
+
+-- Up to `max_jobs` jobs of one kind without a concurrency key that are due at that time, locked, a priority at a time.
+-- `taken` are locked already by this claim; `fully`: not from the marks on. A suspect has lost its worker at its last
+-- attempt, and has one attempt left or two; for each there may be one job more.
+create function private.pick_plain_jobs(
+  kind text, max_jobs int, due timestamptz, lowest_first boolean, most int, taken uuid[], fully boolean,
+  out ids uuid[], out suspects uuid[]
+)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
   level int := case when lowest_first then -101 else 101 end;
-  most constant int := coalesce((select k.max_attempts from public.job_kinds k where k.kind = pick_jobs.kind), 5);
+  mark record;
+  since timestamptz;
+  pages bigint;
   picked record;
 begin
   ids := '{}';
   suspects := '{}';
   loop
+    -- The next priority: up to that of the next mark, whose jobs may lie behind many entries of none.
     if lowest_first then
-      select j.priority into level from public.jobs j
-      where j.status = 'pending' and j.kind = pick_jobs.kind and j.priority > level
-      order by j.priority, j.available_at desc, j.id desc
-      limit 1;
+      select * into mark from private.low_water m
+      where m.kind = pick_plain_jobs.kind and m.priority > level order by m.priority limit 1;
+      select least(mark.priority, (
+        select j.priority from public.jobs j
+        where j.status = 'pending' and j.concurrency_key is null and j.kind = pick_plain_jobs.kind
+          and j.priority > level and j.priority < coalesce(mark.priority, 101)
+        order by j.priority, j.available_at desc, j.id desc
+        limit 1
+      )) into level;
     else
-      select j.priority into level from public.jobs j
-      where j.status = 'pending' and j.kind = pick_jobs.kind and j.priority < level
-      order by j.priority desc, j.available_at, j.id
-      limit 1;
+      select * into mark from private.low_water m
+      where m.kind = pick_plain_jobs.kind and m.priority < level order by m.priority desc limit 1;
+      select greatest(mark.priority, (
+        select j.priority from public.jobs j
+        where j.status = 'pending' and j.concurrency_key is null and j.kind = pick_plain_jobs.kind
+          and j.priority < level and j.priority > coalesce(mark.priority, -101)
+        order by j.priority desc, j.available_at, j.id
+        limit 1
+      )) into level;
     end if;
-    exit when not found;
-    select coalesce(array_agg(p.id), '{}') as ids, coalesce(array_agg(p.id) filter (where p.suspect), '{}') as suspects
+    exit when level is null;
+
+    since := '-infinity';
+    if mark.priority = level and not fully then
+      since := mark.available_at;
+      if mark.look_at < due and private.take_turn('') then
+        since := '-infinity';
+      end if;
+    end if;
+    pages := pg_stat_get_xact_blocks_fetched('public.jobs_ready'::regclass);
+    select coalesce(array_agg(p.id), '{}') as ids, coalesce(array_agg(p.id) filter (where p.suspect), '{}') as suspects,
+      min(p.available_at) as first_at
     into picked
     from (
-      select j.id, j.attempts + 2 >= coalesce(j.max_attempts, most) and j.last_error like 'lease expired:%' as suspect
+      select j.id, j.available_at,
+        j.attempts + 2 >= coalesce(j.max_attempts, most) and j.last_error like 'lease expired:%' as suspect
       from public.jobs j
-      where j.status = 'pending' and j.kind = pick_jobs.kind and j.priority = level
-        and j.available_at <= (select clock_timestamp()) and j.id <> all (pick_jobs.taken)
+      where j.status = 'pending' and j.concurrency_key is null and j.kind = pick_plain_jobs.kind and j.priority = level
+        and j.available_at >= since and j.available_at <= due and j.id <> all (taken)
       order by j.available_at, j.id
-      limit pick_jobs.max_jobs - cardinality(ids)
+      limit max_jobs - cardinality(ids)
       for no key update skip locked
     ) p;
     ids := ids || picked.ids;
     suspects := suspects || picked.suspects;
+    pages := pg_stat_get_xact_blocks_fetched('public.jobs_ready'::regclass) - pages;
+    if pages > 20 + cardinality(picked.ids) / 20 then
+      if private.take_turn('') then
+        insert into private.low_water as m
+        values (
+          kind, level, coalesce(picked.first_at, due),
+          due + least(make_interval(secs => 1 + pages / 1000.0), interval '10 seconds')
+        )
+        on conflict on constraint low_water_pkey do update
+        set available_at = excluded.available_at,
+          look_at = case when since = '-infinity' then excluded.look_at else m.look_at end;
+      end if;
+    elsif mark.priority = level and since = '-infinity' and private.take_turn('') then
+      delete from private.low_water m where m.kind = pick_plain_jobs.kind and m.priority = level;
+    end if;
+
     -- Those behind them do not wait until the last of them has had its turn.
     if cardinality(picked.suspects) > 0 then
       ids := ids || array(
         select j.id from public.jobs j
-        where j.status = 'pending' and j.kind = pick_jobs.kind and j.priority = level
-          and j.available_at <= (select clock_timestamp()) and j.id <> all (pick_jobs.taken || ids)
+        where j.status = 'pending' and j.concurrency_key is null and j.kind = pick_plain_jobs.kind and j.priority = level
+          and j.available_at >= since and j.available_at <= due and j.id <> all (taken || ids)
           and (j.attempts + 2 >= coalesce(j.max_attempts, most) and j.last_error like 'lease expired:%') is not true
         order by j.available_at, j.id
         limit cardinality(picked.suspects)
         for no key update skip locked
       );
     end if;
-    exit when cardinality(ids) >= pick_jobs.max_jobs;
+    exit when cardinality(ids) >= max_jobs;
   end loop;
 end $$;
 
-revoke all on function private.waiting_kinds, private.pick_jobs from public, anon, authenticated;
-grant execute on function private.waiting_kinds, private.pick_jobs to service_role;
+-- Up to `max_jobs` jobs of one kind with a concurrency key that are due at that time, in their order, of each key no more
+-- than its free places; `taken` are given to this claim already, `passed` are not to be had. Of suspects there may be any
+-- number beside them. Locks nothing, so only who has the kind's turn may rely on it. After 500 jobs whose keys have no place
+-- free it goes on key by key, from the one after `at_key`, instead of in their order.
+create function private.choose_keyed_jobs(
+  kind text, max_jobs int, due timestamptz, lowest_first boolean, most int, taken uuid[], passed uuid[], inout at_key text,
+  out ids uuid[], out suspects uuid[]
+)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  key_places constant int := coalesce(
+    (select k.key_concurrency from public.job_kinds k where k.kind = choose_keyed_jobs.kind), 1
+  );
+  keys text[] := array(select j.concurrency_key from public.jobs j where j.id = any (taken) and j.concurrency_key is not null);
+  start constant text := at_key;
+  wrapped boolean := false;
+  level int := case when lowest_first then -101 else 101 end;
+  walked int := 0;
+  last_at timestamptz;
+  last_id uuid;
+  places int;
+  chunk record;
+begin
+  ids := '{}';
+  suspects := '{}';
+  loop
+    if lowest_first then
+      select j.priority into level from public.jobs j
+      where j.status = 'pending' and j.concurrency_key is not null and j.kind = choose_keyed_jobs.kind and j.priority > level
+      order by j.priority, j.available_at desc, j.id desc
+      limit 1;
+    else
+      select j.priority into level from public.jobs j
+      where j.status = 'pending' and j.concurrency_key is not null and j.kind = choose_keyed_jobs.kind and j.priority < level
+      order by j.priority desc, j.available_at, j.id
+      limit 1;
+    end if;
+    if not found then
+      return;
+    end if;
+    last_at := '-infinity';
+    last_id := '00000000-0000-0000-0000-000000000000';
+    loop
+      with ahead as materialized (
+        select j.id, j.concurrency_key as key, j.available_at,
+          coalesce(j.attempts + 2 >= coalesce(j.max_attempts, most) and j.last_error like 'lease expired:%', false) as suspect
+        from public.jobs j
+        where j.status = 'pending' and j.concurrency_key is not null and j.kind = choose_keyed_jobs.kind
+          and j.priority = level and j.available_at <= due and (j.available_at, j.id) > (last_at, last_id)
+        order by j.available_at, j.id
+        limit greatest(2 * max_jobs, 20)
+      ), open as (
+        select k.key, key_places
+          - (select count(*) from (
+              select from public.jobs r
+              where r.status = 'running' and r.kind = choose_keyed_jobs.kind and r.concurrency_key = k.key
+              limit key_places
+            ) r)
+          - (select count(*) from unnest(keys) u where u = k.key) as places
+        from (select distinct a.key from ahead a) k
+      ), admitted as (
+        select n.*, count(*) filter (where not n.suspect) over (order by n.available_at, n.id) as others
+        from (
+          select a.*, row_number() over (partition by a.key order by a.available_at, a.id) as nth
+          from ahead a
+          where a.id <> all (taken || passed)
+        ) n
+        join open o on o.key = n.key and n.nth <= o.places
+      )
+      select
+        (select coalesce(array_agg(a.id order by a.available_at, a.id), '{}') from admitted a where a.others <= left_places.n) as ids,
+        (select coalesce(array_agg(a.key), '{}') from admitted a where a.others <= left_places.n) as keys,
+        (select coalesce(array_agg(a.id), '{}') from admitted a where a.suspect and a.others <= left_places.n) as suspects,
+        (select count(*) from ahead) as jobs,
+        (select a.available_at from ahead a order by a.available_at desc, a.id desc limit 1) as last_at,
+        (select a.id from ahead a order by a.available_at desc, a.id desc limit 1) as last_id
+      into chunk
+      from (select max_jobs - (cardinality(ids) - cardinality(suspects)) as n) left_places;
+      ids := ids || chunk.ids;
+      keys := keys || chunk.keys;
+      suspects := suspects || chunk.suspects;
+      if cardinality(ids) - cardinality(suspects) >= max_jobs then
+        return;
+      end if;
+      walked := walked + chunk.jobs;
+      exit when chunk.jobs < greatest(2 * max_jobs, 20) or walked >= 500;
+      last_at := chunk.last_at;
+      last_id := chunk.last_id;
+    end loop;
+    exit when walked >= 500;
+  end loop;
+
+  loop
+    select j.concurrency_key into at_key from public.jobs j
+    where j.status = 'pending' and j.concurrency_key is not null and j.kind = choose_keyed_jobs.kind
+      and j.concurrency_key > at_key
+    order by j.concurrency_key, j.priority desc, j.available_at, j.id
+    limit 1;
+    if not found then
+      exit when wrapped;
+      wrapped := true;
+      at_key := '';
+      continue;
+    end if;
+    exit when wrapped and at_key > start;
+    places := key_places
+      - (select count(*) from (
+          select from public.jobs r
+          where r.status = 'running' and r.kind = choose_keyed_jobs.kind and r.concurrency_key = at_key
+          limit key_places
+        ) r)
+      - (select count(*) from unnest(keys) u where u = at_key);
+    if places > 0 then
+      select coalesce(array_agg(p.id), '{}') as ids, coalesce(array_agg(p.id) filter (where p.suspect), '{}') as suspects
+      into chunk
+      from (
+        select j.id, j.attempts + 2 >= coalesce(j.max_attempts, most) and j.last_error like 'lease expired:%' as suspect
+        from public.jobs j
+        where j.status = 'pending' and j.concurrency_key is not null and j.kind = choose_keyed_jobs.kind
+          and j.concurrency_key = at_key and j.available_at <= due and j.id <> all (taken || passed || ids)
+          and j.priority <= case when not lowest_first then 100 else (
+            select l.priority from public.jobs l
+            where l.status = 'pending' and l.concurrency_key is not null and l.kind = choose_keyed_jobs.kind
+              and l.concurrency_key = at_key
+            order by l.priority, l.available_at desc, l.id desc
+            limit 1
+          ) end
+        order by j.priority desc, j.available_at, j.id
+        limit least(places, max_jobs - (cardinality(ids) - cardinality(suspects)))
+      ) p;
+      ids := ids || chunk.ids;
+      suspects := suspects || chunk.suspects;
+      exit when cardinality(ids) - cardinality(suspects) >= max_jobs;
+    end if;
+  end loop;
+end $$;
+
+-- Up to `max_jobs` jobs of one kind, locked, within its limits; for each suspect there may be one job more.
+create function private.pick_jobs(
+  kind text, max_jobs int, due timestamptz, taken uuid[], fully boolean, out ids uuid[], out suspects uuid[]
+)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  lowest_first constant boolean := random() < 0.1;
+  settings record;
+  has_keys boolean;
+  turn boolean := true;
+  places int := max_jobs;
+  key text;
+  chosen record;
+  got uuid[];
+  keyed uuid[] := '{}';
+  keyed_suspects uuid[] := '{}';
+  passed uuid[] := '{}';
+begin
+  ids := '{}';
+  suspects := '{}';
+  select k.max_attempts, k.concurrency, k.rate_limit into settings from public.job_kinds k where k.kind = pick_jobs.kind;
+  select exists (
+    select from public.jobs j where j.status = 'pending' and j.concurrency_key is not null and j.kind = pick_jobs.kind
+  ) into has_keys;
+  if has_keys or settings.concurrency is not null or settings.rate_limit is not null then
+    if current_setting('transaction_isolation') <> 'read committed' then
+      raise exception 'claim_jobs: % has limits, and what runs can only be counted in a read committed transaction', kind
+        using errcode = '25000';
+    end if;
+    turn := private.take_turn(kind);
+  end if;
+  if settings.concurrency is not null or settings.rate_limit is not null then
+    if not turn then
+      return;
+    end if;
+    places := private.free_places(kind, max_jobs + cardinality(taken), due)
+      - (select count(*) from public.jobs j where j.id = any (taken) and j.kind = pick_jobs.kind);
+    places := least(places, max_jobs);
+    if places <= 0 then
+      return;
+    end if;
+  end if;
+
+  select * into ids, suspects
+  from private.pick_plain_jobs(kind, places, due, lowest_first, coalesce(settings.max_attempts, 5), taken, fully);
+  if not has_keys or not turn then
+    return;
+  end if;
+
+  -- Somebody else may have a row locked, or have changed it: then another is chosen in its place.
+  loop
+    select t.at into key from private.turns t where t.kind = pick_jobs.kind;
+    select * into chosen from private.choose_keyed_jobs(
+      kind, places - (cardinality(keyed) - cardinality(keyed_suspects)), due, lowest_first,
+      coalesce(settings.max_attempts, 5), taken || keyed, passed, key
+    );
+    exit when cardinality(chosen.ids) = 0;
+    if chosen.at_key <> key then
+      update private.turns t set at = chosen.at_key where t.kind = pick_jobs.kind;
+    end if;
+    got := array(
+      select j.id from public.jobs j
+      where j.id = any (chosen.ids) and j.status = 'pending' and j.available_at <= due and j.concurrency_key is not null
+      for no key update skip locked
+    );
+    keyed := keyed || got;
+    keyed_suspects := keyed_suspects || array(select g from unnest(got) g where g = any (chosen.suspects));
+    passed := passed || array(select c from unnest(chosen.ids) c where c <> all (got));
+    exit when cardinality(got) = cardinality(chosen.ids);
+  end loop;
+
+  if cardinality(keyed) > 0 and cardinality(ids) > 0 then
+    suspects := suspects || keyed_suspects;
+    ids := array(
+      select j.id from public.jobs j
+      where j.id = any (ids || keyed) and j.id <> all (suspects)
+      order by case when lowest_first then j.priority else -j.priority end, j.available_at, j.id
+      limit places
+    ) || suspects;
+  elsif cardinality(keyed) > 0 then
+    ids := keyed;
+    suspects := keyed_suspects;
+  end if;
+end $$;
+
+revoke all on function private.next_kind, private.waiting_kinds, private.take_turn, private.free_places,
+  private.pick_plain_jobs, private.choose_keyed_jobs, private.pick_jobs from public, anon, authenticated;
+grant execute on function private.next_kind, private.waiting_kinds, private.take_turn, private.free_places,
+  private.pick_plain_jobs, private.choose_keyed_jobs, private.pick_jobs to service_role;
 
 -- Whether jobs are started at all: see enable_dispatch().
 create table private.dispatch (
@@ -133,7 +505,9 @@ revoke all on private.awake_workers from public, anon, authenticated, service_ro
 grant select, insert, update, delete on private.awake_workers to service_role;
 
 -- Claims up to `max_jobs` due jobs (at most 1000, the most rows that REST gives back) and counts an attempt for each. They
--- come in the order in which they are to start. Raises 22023 naming the argument that is not usable.
+-- come in the order in which they are to start. Empty only when nothing may start, or all that may is being claimed by
+-- others. Raises 22023 naming the argument that is not usable, and 25000 for jobs with limits in a transaction that is not
+-- read committed.
 --
 --   worker         a name, for locked_by
 --   lease_seconds  how long the jobs are the worker's
@@ -155,7 +529,7 @@ create function public.claim_jobs(
   awake_for interval default null,
   except_kinds text[] default null
 ) returns table (
-  id uuid, kind text, payload jsonb, attempts int, max_attempts int, lease_token int, context jsonb,
+  id uuid, kind text, payload jsonb, attempts int, max_attempts int, lease_token int, context jsonb, concurrency_key text,
   created_at timestamptz, lease_expires_at timestamptz, timeout_ms int, suspect boolean
 )
 language plpgsql
@@ -177,7 +551,8 @@ declare
   suspects uuid[] := '{}';
   picked record;
   share int;
-  claimed_at timestamptz;
+  fully boolean := false;
+  claimed_at constant timestamptz := clock_timestamp();
 begin
   if claim_jobs.worker is null or claim_jobs.worker = '' then
     raise exception 'claim_jobs: worker is empty' using errcode = '22023', hint = 'Give a name that tells this worker from others.';
@@ -197,47 +572,54 @@ begin
   end if;
 
   if claim_jobs.kinds is null then
-    select t.kind into start from private.turn t;
-    start := coalesce(start, '');
+    start := coalesce((select t.at from private.turns t where t.kind = ''), '');
   end if;
-  for round in 1 .. 100 loop
-    if claim_jobs.kinds is null then
-      waiting := private.waiting_kinds(start);
-      once_round := first_kind = any (waiting);
-      first_kind := coalesce(first_kind, waiting[1]);
-      start := waiting[32];
-    else
-      waiting := array(select distinct k from unnest(claim_jobs.kinds) k where k is not null);
-    end if;
-
-    -- Each kind in turn gets an equal part of what is left, in an order that changes; those that had more get the rest.
-    waiting := array(
-      select k from unnest(waiting) k where k <> all (coalesce(claim_jobs.except_kinds, '{}')) order by random()
-    );
-    for i in 1 .. cardinality(waiting) loop
-      share := ceil((claim_jobs.max_jobs - cardinality(ids))::numeric / (cardinality(waiting) - i + 1));
-      exit when share <= 0;
-      select * into picked from private.pick_jobs(waiting[i], share, '{}');
-      ids := ids || picked.ids;
-      suspects := suspects || picked.suspects;
-      if cardinality(picked.ids) >= share then
-        full_kinds := full_kinds || waiting[i];
+  loop
+    for round in 1 .. 100 loop
+      if claim_jobs.kinds is null then
+        waiting := private.waiting_kinds(start);
+        once_round := first_kind = any (waiting);
+        first_kind := coalesce(first_kind, waiting[1]);
+        start := waiting[32];
+      else
+        waiting := array(select distinct k from unnest(claim_jobs.kinds) k where k is not null);
       end if;
-    end loop;
-    for i in 1 .. cardinality(full_kinds) loop
-      exit when cardinality(ids) >= claim_jobs.max_jobs;
-      select * into picked from private.pick_jobs(full_kinds[i], claim_jobs.max_jobs - cardinality(ids), ids);
-      ids := ids || picked.ids;
-      suspects := suspects || picked.suspects;
-    end loop;
 
-    -- Of more than 32 kinds these may all be waiting for later: then the next ones are looked at.
-    exit when cardinality(ids) > 0 or claim_jobs.kinds is not null or start is null or once_round;
+      -- Each kind in turn gets an equal part of what is left, in an order that changes; those that had more get the rest.
+      waiting := array(
+        select k from unnest(waiting) k
+        where k <> all (coalesce(claim_jobs.except_kinds, '{}'))
+          and not exists (select from public.job_kinds s where s.kind = k and s.paused)
+        order by random()
+      );
+      for i in 1 .. cardinality(waiting) loop
+        share := ceil((claim_jobs.max_jobs - cardinality(ids))::numeric / (cardinality(waiting) - i + 1));
+        exit when share <= 0;
+        select * into picked from private.pick_jobs(waiting[i], share, claimed_at, '{}', fully);
+        ids := ids || picked.ids;
+        suspects := suspects || picked.suspects;
+        if cardinality(picked.ids) >= share then
+          full_kinds := full_kinds || waiting[i];
+        end if;
+      end loop;
+      for i in 1 .. cardinality(full_kinds) loop
+        exit when cardinality(ids) >= claim_jobs.max_jobs;
+        select * into picked
+        from private.pick_jobs(full_kinds[i], claim_jobs.max_jobs - cardinality(ids), claimed_at, ids, fully);
+        ids := ids || picked.ids;
+        suspects := suspects || picked.suspects;
+      end loop;
+
+      -- Of more than 32 kinds these may all be waiting for later: then the next ones are looked at.
+      exit when cardinality(ids) > 0 or claim_jobs.kinds is not null or start is null or once_round;
+    end loop;
+    exit when cardinality(ids) > 0 or fully or not exists (select from private.low_water);
+    fully := true;
+    start := coalesce(start, '');
+    first_kind := null;
   end loop;
-  if start is not null and cardinality(ids) > 0 then
-    update private.turn t set kind = start
-    where t.one = (select u.one from private.turn u for no key update skip locked);
-    insert into private.turn (kind) select start where not exists (select from private.turn) on conflict do nothing;
+  if start is not null and cardinality(ids) > 0 and private.take_turn('') then
+    update private.turns t set at = start where t.kind = '';
   end if;
 
   -- Either one suspect, or the others: now the one and now the other, so that neither waits for ever.
@@ -262,7 +644,6 @@ begin
   if cardinality(ids) = 0 then
     return;
   end if;
-  claimed_at := clock_timestamp();
   return query
   with claimed as (
     update public.jobs j
@@ -275,13 +656,25 @@ begin
       updated_at = claimed_at
     where j.id = any (ids)
     returning j.*
+  ), started as materialized (
+    select c.*, k.max_attempts as most, k.timeout_ms, k.rate_limit, coalesce(k.rate_period, interval '1 minute') as rate_period
+    from claimed c
+    left join public.job_kinds k on k.kind = c.kind
+  ), limited as (
+    select s.kind, s.rate_period, count(*)::int as jobs from started s where s.rate_limit is not null group by s.kind, s.rate_period
+  ), recorded as (
+    -- Up to the next thousandth of the period, so that no more than a thousand rows are ever counted.
+    insert into private.starts as s (kind, at, jobs)
+    select l.kind, to_timestamp(ceil(extract(epoch from claimed_at) / step.s) * step.s), l.jobs
+    from limited l cross join lateral (select extract(epoch from l.rate_period) / 1000 as s) step
+    on conflict on constraint starts_pkey do update set jobs = s.jobs + excluded.jobs
+  ), forgotten as (
+    delete from private.starts s using limited l where s.kind = l.kind and s.at <= claimed_at - l.rate_period
   )
-  select c.id, c.kind, c.payload, c.attempts, coalesce(c.max_attempts, k.max_attempts, 5), c.lease_token, c.context,
-    c.created_at, c.lease_expires_at, coalesce(k.timeout_ms, 45000),
-    c.id = any (suspects)
-  from claimed c
-  left join public.job_kinds k on k.kind = c.kind
-  order by c.priority desc, c.available_at, c.id;
+  select s.id, s.kind, s.payload, s.attempts, coalesce(s.max_attempts, s.most, 5), s.lease_token, s.context,
+    s.concurrency_key, s.created_at, s.lease_expires_at, coalesce(s.timeout_ms, 45000), s.id = any (suspects)
+  from started s
+  order by s.priority desc, s.available_at, s.id;
 end $$;
 revoke all on function public.claim_jobs from public, anon, authenticated;
 grant execute on function public.claim_jobs to service_role;

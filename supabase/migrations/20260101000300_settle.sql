@@ -7,6 +7,89 @@
 --
 -- Rows are locked in the order of their ids, so that two calls over the same jobs cannot deadlock. A row that somebody else
 -- keeps locked is waited for one second (55P03): the caller then settles the others without it.
+--
+-- A job that goes back to pending may find that another holds its dedupe key meanwhile. That never raises. Of the two the
+-- newer waits and the older is cancelled, with its payload; its last_error says so. Whether an enqueue that is still open
+-- holds the key is not known yet: it is waited for a moment, less than it takes Postgres to call that a deadlock, and the
+-- job is then left to the rescue, as one whose lease has run out.
+
+create type private.requeued_job as (id uuid, available_at timestamptz, attempts int, last_error text);
+
+-- Puts jobs that the caller has locked back to pending, all at once or, where a dedupe key is in the way, one by one. Returns
+-- for each what it now is: pending; cancelled, when it was running and a newer job holds its key; running, when it is left
+-- to the rescue; what it was, when it had ended before and its key is held.
+create function private.requeue_jobs(given private.requeued_job[]) returns table (id uuid, status text)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+set enable_hashjoin = off
+set enable_mergejoin = off
+set enable_seqscan = off
+set jit = off
+set lock_timeout = '300ms'
+as $$
+#variable_conflict use_column
+declare
+  patient_until constant timestamptz := clock_timestamp() + interval '500 milliseconds';
+  superseded constant text := 'superseded: another job holds its dedupe key';
+  note text;
+  done uuid[];
+  job private.requeued_job;
+begin
+  begin
+    with back as (
+      update public.jobs j
+      set status = 'pending', attempts = g.attempts, available_at = g.available_at, last_error = g.last_error,
+        lease_token = j.lease_token + 1, lease_expires_at = null, finished_at = null, updated_at = clock_timestamp()
+      from unnest(given) g
+      where j.id = g.id
+      returning j.id
+    )
+    select array_agg(b.id) into done from back b;
+    return query select d, 'pending' from unnest(done) d;
+    return;
+  exception when unique_violation or lock_not_available or deadlock_detected then
+    null;
+  end;
+
+  -- The newest first, so that it gets the key.
+  for job in select * from unnest(given) g order by g.id desc loop
+    id := job.id;
+    perform set_config('lock_timeout', case when clock_timestamp() < patient_until then '50ms' else '1ms' end, true);
+    begin
+      update public.jobs j
+      set status = 'cancelled', finished_at = clock_timestamp(), updated_at = clock_timestamp(),
+        last_error = concat_ws(E'\n', j.last_error, superseded)
+      where j.id = (
+        select o.id from public.jobs n
+        join public.jobs o on o.kind = n.kind and o.dedupe_key = n.dedupe_key and o.status = 'pending' and o.id < n.id
+        where n.id = job.id and n.status = 'running'
+        for no key update of o skip locked
+      );
+      update public.jobs j
+      set status = 'pending', attempts = job.attempts, available_at = job.available_at, last_error = job.last_error,
+        lease_token = j.lease_token + 1, lease_expires_at = null, finished_at = null, updated_at = clock_timestamp()
+      where j.id = job.id;
+      status := 'pending';
+      return next;
+      continue;
+    exception
+      when unique_violation then
+        note := superseded;
+      when lock_not_available or deadlock_detected then
+        note := 'not put back yet: an enqueue with its dedupe key is not committed';
+    end;
+    update public.jobs j
+    set status = case when j.status = 'running' and note = superseded then 'cancelled' else j.status end,
+      lease_token = case when j.status = 'running' and note = superseded then j.lease_token + 1 else j.lease_token end,
+      lease_expires_at = case when j.status = 'running' and note <> superseded then clock_timestamp() end,
+      finished_at = case when j.status = 'running' and note <> superseded then null else coalesce(j.finished_at, clock_timestamp()) end,
+      last_error = concat_ws(E'\n', nullif(rtrim(replace(coalesce(job.last_error, ''), note, ''), E'\n'), ''), note),
+      updated_at = clock_timestamp()
+    where j.id = job.id
+    returning j.status into status;
+    return next;
+  end loop;
+end $$;
 
 -- Completes the jobs in [{"id", "lease_token", "result"}] and returns the ids that were still held. A result of more than
 -- 4 MB is cut: {"cut": its first 10,000 characters, "characters": how many it had}.
@@ -50,12 +133,17 @@ as $$
   )
 $$;
 
+create type private.failed_attempt as (
+  id uuid, kind text, lease_token int, attempt int, worker text, error text, retry_at timestamptz
+);
+
 -- Ends an attempt as failed for each of [{"id", "lease_token", "error", "retry_in", "permanent"}]. The job waits for its
--- retry, or is dead when this was its last attempt or `permanent` is true. `retry_in` (an interval, or seconds) overrides
--- the kind's backoff; at most 30 days. An error of more than 10,000 characters is cut, and says so. Returns what became of
--- those that were still held; available_at is null for dead.
+-- retry, or is dead when this was its last attempt or `permanent` is true, or cancelled when a newer job holds its dedupe
+-- key. `retry_in` (an interval, or seconds) overrides the kind's backoff; at most 30 days. An error of more than 10,000
+-- characters is cut, and says so. Returns what became of those that were still held, but for what is left to the rescue;
+-- available_at is null unless it is pending.
 create function public.fail_jobs(failures jsonb) returns table (id uuid, status text, available_at timestamptz)
-language sql
+language plpgsql
 set search_path = pg_catalog, pg_temp
 set enable_hashjoin = off
 set enable_mergejoin = off
@@ -63,53 +151,70 @@ set enable_seqscan = off
 set jit = off
 set lock_timeout = '1s'
 as $$
-  with failed as (
-    update public.jobs j
-    set status = case when f.dead then 'dead' else 'pending' end,
-      lease_token = j.lease_token + 1,
-      lease_expires_at = null,
-      last_error = f.error,
-      available_at = case when f.dead then j.available_at else clock_timestamp() + f.wait end,
-      finished_at = case when f.dead then clock_timestamp() end,
-      updated_at = clock_timestamp()
+#variable_conflict use_column
+declare
+  failed private.failed_attempt[];
+begin
+  failed := array(
+    select row(
+      held.id, held.kind, held.lease_token, held.attempts, held.locked_by,
+      case
+        when x.error is not null then x.error
+        -- The workers of this template cut it themselves, and add how long it was.
+        when length(e ->> 'error') > 10100
+        then format('%s… (cut, %s characters in all)', left(e ->> 'error', 10000), length(e ->> 'error'))
+        else coalesce(e ->> 'error', 'failed without a message')
+      end,
+      case
+        when coalesce((e ->> 'permanent')::boolean, false) or held.attempts >= coalesce(held.max_attempts, k.max_attempts, 5)
+        then null
+        when x.retry_at is not null then greatest(x.retry_at, clock_timestamp())
+        when e ->> 'retry_in' is not null
+        then clock_timestamp() + greatest(least((e ->> 'retry_in')::interval, interval '30 days'), interval '0')
+        -- The exponent is clamped before the power is taken: with enough attempts it would overflow.
+        else clock_timestamp() + make_interval(secs => least(
+          extract(epoch from coalesce(k.backoff_base, interval '30 seconds'))::double precision
+            * power(coalesce(k.backoff_factor, 2), least(held.attempts, 60)),
+          extract(epoch from coalesce(k.backoff_cap, interval '1 hour'))::double precision
+        ) * (1 - coalesce(k.backoff_jitter, 0.2) * random()))
+      end
+    )::private.failed_attempt
     from (
-      select held.id, held.lease_token,
-        case
-          -- The workers of this template cut it themselves, and add how long it was.
-          when length(e ->> 'error') > 10100
-          then format('%s… (cut, %s characters in all)', left(e ->> 'error', 10000), length(e ->> 'error'))
-          else coalesce(e ->> 'error', 'failed without a message')
-        end as error,
-        coalesce((e ->> 'permanent')::boolean, false) or held.attempts >= coalesce(held.max_attempts, k.max_attempts, 5) as dead,
-        case
-          when e ->> 'retry_in' is not null
-          then greatest(least((e ->> 'retry_in')::interval, interval '30 days'), interval '0')
-          -- The exponent is clamped before the power is taken: with enough attempts it would overflow.
-          else make_interval(secs => least(
-            extract(epoch from coalesce(k.backoff_base, interval '30 seconds'))::double precision
-              * power(coalesce(k.backoff_factor, 2), least(held.attempts, 60)),
-            extract(epoch from coalesce(k.backoff_cap, interval '1 hour'))::double precision
-          ) * (1 - coalesce(k.backoff_jitter, 0.2) * random()))
-        end as wait
+      select h.id, h.kind, h.lease_token, h.attempts, h.max_attempts, h.locked_by, e.value as e
       from jsonb_array_elements(failures) e
-      cross join lateral (
-        select h.id, h.kind, h.lease_token, h.attempts, h.max_attempts from public.jobs h
-        where h.id = (e ->> 'id')::uuid and h.lease_token = (e ->> 'lease_token')::int and h.lease_expires_at is not null
-      ) held
-      left join public.job_kinds k on k.kind = held.kind
-      order by held.id
-    ) f
-    where j.id = f.id and j.lease_token = f.lease_token and j.lease_expires_at is not null
-    returning j.id, j.kind, j.status, case when j.status = 'pending' then j.available_at end as retry_at,
-      j.attempts, f.lease_token as failed_token, j.locked_by, j.last_error
+      join public.jobs h on h.id = (e.value ->> 'id')::uuid and h.lease_token = (e.value ->> 'lease_token')::int
+        and h.lease_expires_at is not null
+      order by h.id
+      for no key update of h
+    ) held
+    left join public.job_kinds k on k.kind = held.kind
+    -- It has failed before, and was left to the rescue.
+    left join public.job_failures x on x.job_id = held.id and x.lease_token = held.lease_token
+  );
+
+  update public.jobs j
+  set status = 'dead', lease_token = j.lease_token + 1, lease_expires_at = null, last_error = f.error,
+    finished_at = clock_timestamp(), updated_at = clock_timestamp()
+  from unnest(failed) f
+  where j.id = f.id and f.retry_at is null;
+
+  return query
+  with requeued as materialized (
+    select r.id, r.status from private.requeue_jobs(array(
+      select row(f.id, f.retry_at, f.attempt, f.error)::private.requeued_job from unnest(failed) f where f.retry_at is not null
+    )) r
+  ), ended as materialized (
+    select f.*, coalesce(r.status, 'dead') as status from unnest(failed) f left join requeued r on r.id = f.id
   ), recorded as (
     insert into public.job_failures (job_id, kind, attempt, lease_token, worker, error, retry_at)
-    select f.id, f.kind, f.attempts, f.failed_token, f.locked_by, f.last_error, f.retry_at from failed f
+    select n.id, n.kind, n.attempt, n.lease_token, n.worker, n.error, case when n.status in ('pending', 'running') then n.retry_at end
+    from ended n
+    on conflict do nothing
   )
-  select f.id, f.status, f.retry_at from failed f
-$$;
+  select n.id, n.status, case when n.status = 'pending' then n.retry_at end from ended n where n.status <> 'running';
+end $$;
 
--- Ends one attempt as failed: 'pending' when it will be retried, 'dead' when not, null when it was not held.
+-- Ends one attempt as failed: what then became of the job, null when it was not held.
 create function public.fail_job(
   id uuid,
   lease_token int,
@@ -128,9 +233,9 @@ as $$
 $$;
 
 -- Gives back the jobs in [{"id", "lease_token", "delay"}] without counting the attempt; `delay` (an interval, or seconds,
--- at most 10 years) is how long they then wait. Returns the ids that were still held.
+-- at most 10 years) is how long they then wait. Returns the ids that were still held, but for what is left to the rescue.
 create function public.release_jobs(releases jsonb) returns setof uuid
-language sql
+language plpgsql
 set search_path = pg_catalog, pg_temp
 set enable_hashjoin = off
 set enable_mergejoin = off
@@ -138,24 +243,28 @@ set enable_seqscan = off
 set jit = off
 set lock_timeout = '1s'
 as $$
-  update public.jobs j
-  set status = 'pending',
-    attempts = greatest(j.attempts - 1, 0),
-    lease_token = j.lease_token + 1,
-    lease_expires_at = null,
-    available_at = case
-      when r.delay > interval '0' then clock_timestamp() + least(r.delay, interval '10 years')
-      else j.available_at
-    end,
-    updated_at = clock_timestamp()
-  from (
-    select (e ->> 'id')::uuid as id, (e ->> 'lease_token')::int as lease_token, (e ->> 'delay')::interval as delay
+begin
+  return query
+  select r.id
+  from private.requeue_jobs(array(
+    select row(
+      j.id,
+      case
+        when (e.value ->> 'delay')::interval > interval '0'
+        then clock_timestamp() + least((e.value ->> 'delay')::interval, interval '10 years')
+        else j.available_at
+      end,
+      greatest(j.attempts - 1, 0),
+      j.last_error
+    )::private.requeued_job
     from jsonb_array_elements(releases) e
-    order by 1
-  ) r
-  where j.id = r.id and j.lease_token = r.lease_token and j.lease_expires_at is not null
-  returning j.id
-$$;
+    join public.jobs j on j.id = (e.value ->> 'id')::uuid and j.lease_token = (e.value ->> 'lease_token')::int
+      and j.lease_expires_at is not null
+    order by j.id
+    for no key update of j
+  )) r
+  where r.status <> 'running';
+end $$;
 
 -- Extends the leases in [{"id", "lease_token"}] to `lease_seconds` from now and returns the ids that are still held. A
 -- lease that is missing from the answer is lost: its handler must stop, and what it returns will be refused.
@@ -202,7 +311,8 @@ as $$
   with expired as (
     select j.id, j.kind, j.attempts, j.lease_token, format(
       'lease expired: worker %s neither finished the job nor extended its lease by %s', j.locked_by, j.lease_expires_at
-    ) as error
+    ) as error,
+    exists (select from public.job_failures x where x.job_id = j.id and x.lease_token = j.lease_token) as reported
     from public.jobs j
     where j.status = 'running' and j.lease_expires_at < (select clock_timestamp())
     order by j.lease_expires_at
@@ -216,7 +326,7 @@ as $$
     )) f
   ), noted as (
     insert into private.lost_attempts (job_id, kind, attempt, error)
-    select e.id, e.kind, e.attempts, e.error from expired e join failed f on f.id = e.id
+    select e.id, e.kind, e.attempts, e.error from expired e join failed f on f.id = e.id where not e.reported
   )
   select count(*)::int from failed
 $$;
@@ -237,7 +347,7 @@ as $$
   returning l.job_id, l.kind, l.attempt, l.error
 $$;
 
-revoke all on function public.complete_jobs, public.complete_job, public.fail_jobs, public.fail_job, public.release_jobs,
+revoke all on function private.requeue_jobs, public.complete_jobs, public.complete_job, public.fail_jobs, public.fail_job, public.release_jobs,
   public.extend_jobs, public.rescue_expired_jobs, public.take_lost_attempts from public, anon, authenticated;
-grant execute on function public.complete_jobs, public.complete_job, public.fail_jobs, public.fail_job, public.release_jobs,
+grant execute on function private.requeue_jobs, public.complete_jobs, public.complete_job, public.fail_jobs, public.fail_job, public.release_jobs,
   public.extend_jobs, public.rescue_expired_jobs, public.take_lost_attempts to service_role;

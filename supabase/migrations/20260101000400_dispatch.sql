@@ -1,7 +1,8 @@
 -- Dispatch: how work starts.
 --
 --   wake  A trigger on jobs pokes the job-worker function through pg_net when something due was inserted.
---   tick  pg_cron runs private.tick() every 10 seconds: it rescues expired leases, and pokes workers if jobs are ready.
+--   tick  pg_cron runs private.tick() every 10 seconds: it rescues expired leases, purges what has ended long ago, and pokes
+--         workers if jobs are ready.
 --
 -- A poke is an HTTP request that says "look now". It may be lost or doubled: all state is in the tables, and the tick
 -- finds what a lost poke leaves. An idle project makes no function calls, but for those that job_dispatch_health() asks for.
@@ -133,8 +134,19 @@ security definer
 set search_path = pg_catalog, pg_temp
 set lock_timeout = '100ms'
 as $$
+declare
+  due boolean;
 begin
-  if exists (select from inserted i where i.status = 'pending' and i.available_at <= clock_timestamp())
+  if tg_level = 'ROW' then
+    due := new.available_at <= clock_timestamp();
+  else
+    select exists (
+      select from inserted i
+      where i.status = 'pending' and i.available_at <= clock_timestamp()
+        and not exists (select from public.job_kinds k where k.kind = i.kind and k.paused)
+    ) into due;
+  end if;
+  if due
     and not exists (select from private.awake_workers w where w.awake_until > clock_timestamp())
     and (select d.enabled from private.dispatch d)
   then
@@ -151,9 +163,96 @@ end $$;
 create trigger wake after insert on public.jobs
   referencing new table as inserted
   for each statement execute function private.wake();
+-- A job that is put back or brought forward. Not one that goes back when its attempt ends.
+create trigger wake_again after update on public.jobs
+  for each row when (
+    new.status = 'pending' and (old.status not in ('pending', 'running') or new.available_at < old.available_at)
+  ) execute function private.wake();
 
--- How many jobs are due, counted to `max_jobs`, and since when the oldest of them is: one step through the index for each
--- kind and priority that waits.
+-- How many jobs of one kind are due, without and with a concurrency key, each counted to `max_jobs`, and since when the
+-- oldest: one step through the indexes for each priority that waits.
+create function private.count_due_jobs(kind text, max_jobs int, out plain int, out keyed int, out oldest timestamptz)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  level int := 101;
+  found_plain record;
+  found_keyed record;
+begin
+  plain := 0;
+  keyed := 0;
+  loop
+    level := greatest(
+      (
+        select j.priority from public.jobs j
+        where j.status = 'pending' and j.concurrency_key is null and j.kind = count_due_jobs.kind and j.priority < level
+        order by j.priority desc, j.available_at, j.id limit 1
+      ), (
+        select j.priority from public.jobs j
+        where j.status = 'pending' and j.concurrency_key is not null and j.kind = count_due_jobs.kind and j.priority < level
+        order by j.priority desc, j.available_at, j.id limit 1
+      )
+    );
+    exit when level is null or plain + keyed >= 2 * max_jobs;
+    select count(*)::int as jobs, min(d.available_at) as oldest into found_plain from (
+      select j.available_at from public.jobs j
+      where j.status = 'pending' and j.concurrency_key is null and j.kind = count_due_jobs.kind and j.priority = level
+        and j.available_at <= (select clock_timestamp())
+      order by j.available_at, j.id limit max_jobs - plain
+    ) d;
+    select count(*)::int as jobs, min(d.available_at) as oldest into found_keyed from (
+      select j.available_at from public.jobs j
+      where j.status = 'pending' and j.concurrency_key is not null and j.kind = count_due_jobs.kind and j.priority = level
+        and j.available_at <= (select clock_timestamp())
+      order by j.available_at, j.id limit max_jobs - keyed
+    ) d;
+    plain := plain + found_plain.jobs;
+    keyed := keyed + found_keyed.jobs;
+    oldest := least(oldest, found_plain.oldest, found_keyed.oldest);
+  end loop;
+end $$;
+
+-- How many jobs of one kind a claim could give, counted to `max_jobs`, and since when it could have given the first of
+-- them: what is due, within the kind's limits. A kind with limits waits from its last start or success on.
+create function private.count_ready_jobs(kind text, max_jobs int, out ready int, out since timestamptz)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $$
+declare
+  due record;
+begin
+  ready := private.free_places(kind, max_jobs, clock_timestamp());
+  if ready > 0 then
+    select * into due from private.count_due_jobs(kind, max_jobs);
+    if due.keyed > 0 then
+      due.keyed := (
+        select cardinality(c.ids)
+        from private.choose_keyed_jobs(kind, least(ready, 500), clock_timestamp(), false, 5, '{}', '{}', '') c
+      );
+    end if;
+    ready := least(ready, due.plain + due.keyed);
+  end if;
+  if ready > 0 then
+    since := due.oldest;
+    if due.keyed > 0 or exists (
+      select from public.job_kinds k
+      where k.kind = count_ready_jobs.kind and (k.concurrency is not null or k.rate_limit is not null)
+    ) then
+      since := greatest(since, (
+        select max(r.locked_at) from (
+          select j.locked_at from public.jobs j where j.status = 'running' and j.kind = count_ready_jobs.kind limit 1000
+        ) r
+      ), (
+        select j.finished_at from public.jobs j
+        where j.kind = count_ready_jobs.kind and j.status = 'succeeded' and j.finished_at is not null
+        order by j.finished_at desc limit 1
+      ));
+    end if;
+  end if;
+end $$;
+
+-- The same for all kinds.
 create function private.ready_jobs(max_jobs int, out total int, out oldest timestamptz)
 language plpgsql
 set search_path = pg_catalog, pg_temp
@@ -163,41 +262,20 @@ set enable_sort = off
 set jit = off
 as $$
 declare
-  at_kind text := '';
-  at_priority int := -101;
-  head record;
-  ready int;
+  kind text := '';
+  counted record;
 begin
   total := 0;
   loop
-    select j.kind, j.priority, j.available_at into head from public.jobs j
-    where j.status = 'pending' and j.kind = at_kind and j.priority < at_priority
-    order by j.kind, j.priority desc, j.available_at, j.id
-    limit 1;
-    if not found then
-      select j.kind, j.priority, j.available_at into head from public.jobs j
-      where j.status = 'pending' and j.kind > at_kind
-      order by j.kind, j.priority desc, j.available_at, j.id
-      limit 1;
-      exit when not found;
-    end if;
-    at_kind := head.kind;
-    at_priority := head.priority;
-    select count(*) into ready from (
-      select from public.jobs j
-      where j.status = 'pending' and j.kind = at_kind and j.priority = at_priority
-        and j.available_at <= (select clock_timestamp())
-      limit ready_jobs.max_jobs - total
-    ) r;
-    if ready > 0 then
-      total := total + ready;
-      oldest := least(oldest, head.available_at);
-    end if;
-    exit when total >= ready_jobs.max_jobs;
+    kind := private.next_kind(kind);
+    exit when kind is null or total >= max_jobs;
+    select * into counted from private.count_ready_jobs(kind, max_jobs - total);
+    total := total + counted.ready;
+    oldest := least(oldest, counted.since);
   end loop;
 end $$;
 
--- The tick: rescues what expired, and pokes as many workers as the ready jobs call for: one per 100, at most 5 at work,
+-- The tick: rescues what expired, purges, and pokes as many workers as the ready jobs call for: one per 100, at most 5 at work,
 -- and one more when jobs were rescued, or one has been ready for a second.
 -- Raises 55000 while something is not set up, so that cron's history shows it. An error undoes a whole run: one that has
 -- rescued jobs keeps them and is silent, and the next, with nothing to rescue, says what is wrong.
@@ -214,6 +292,12 @@ declare
   at_work int;
 begin
   rescued := public.rescue_expired_jobs(1000);
+  begin
+    perform public.purge_jobs();
+  exception when others then
+    -- Such as a table of the app that refers to jobs. Nothing else waits for it; job_dispatch_health() shows it.
+    raise warning 'tick: purge_jobs: %', sqlerrm;
+  end;
   begin
     perform private.worker_endpoint();
     delete from private.awake_workers w where w.awake_until < clock_timestamp() - interval '1 minute';
@@ -267,7 +351,7 @@ begin
 end $$;
 
 revoke all on function private.vault_secret, private.first_cron_secret, private.worker_endpoint, private.poke,
-  private.count_queued_pokes, private.wake, private.ready_jobs, private.tick, private.prune_cron_history from public, anon, authenticated, service_role;
+  private.count_queued_pokes, private.wake, private.count_due_jobs, private.count_ready_jobs, private.ready_jobs, private.tick, private.prune_cron_history from public, anon, authenticated, service_role;
 
 -- Turns the tick and the wake on. Raises 55000 where pg_cron is missing.
 create function public.enable_dispatch() returns void

@@ -26,6 +26,7 @@ Deno.test("a claimed job is leased to the worker, and the attempt is counted", a
     max_attempts: 5,
     lease_token: 1,
     context: { user: 5 },
+    concurrency_key: null,
     created_at: row.created_at,
     lease_expires_at: row.lease_expires_at,
     timeout_ms: 45000,
@@ -184,7 +185,7 @@ Deno.test("with more kinds than one claim looks at, each gets its turn, after a 
   };
   await fill();
   assert.equal(await kindsOfThreeClaims(), 80);
-  await db.sql`truncate private.turn, private.awake_workers`; // as a crash does with unlogged tables
+  await db.sql`truncate private.low_water, private.awake_workers`; // as a crash does with unlogged tables
   assert.equal(await kindsOfThreeClaims(), 80);
 });
 
@@ -349,8 +350,7 @@ Deno.test("a due job is found wherever a round of the kinds begins and ends", as
     select 'kind_' || lpad(n::text, 2, '0'), clock_timestamp() + interval '1 hour' from generate_series(1, 40) n`;
   for (const start of ["", "kind_05", "kind_39"]) {
     for (const kind of ["kind_01", "kind_06", "kind_33", "kind_38", "kind_40"]) {
-      await db.sql`delete from private.turn where true`;
-      await db.sql`insert into private.turn (kind) values (${start})`;
+      await db.sql`update private.turns set at = ${start} where kind = ''`;
       const id = await enqueue(db.sql, kind);
       assert.deepEqual((await claim(db.sql)).map((job) => job.id), [id], `${kind} from ${start}`);
     }

@@ -36,8 +36,9 @@ async function reset(sql: postgres.Sql): Promise<void> {
     -- What a failed test has left open must not hold up the next.
     select pg_terminate_backend(pid) from pg_stat_activity
     where datname = current_database() and usename = 'postgres' and pid <> pg_backend_pid() and xact_start is not null;
-    truncate public.jobs, public.job_failures, public.job_kinds, private.turn, private.awake_workers, private.pokes,
+    truncate public.jobs, public.job_failures, public.job_kinds, private.turns, private.starts, private.low_water, private.awake_workers, private.pokes,
       private.lost_attempts, net.http_request_queue, net._http_response;
+    insert into private.turns values ('');
     delete from vault.secrets where true;
     delete from cron.job_run_details where true;
     select enable_dispatch();

@@ -1,0 +1,78 @@
+-- Cancel and retry: how somebody else than a worker changes a job's course.
+--
+-- Like the settle functions these lock rows in the order of their ids and wait one second for one that somebody else keeps
+-- locked (55P03).
+
+-- Cancels the jobs among these that wait or run, and returns their ids. A running one's token is void at once; its worker
+-- finds out at its next heartbeat and tells the handler by its signal.
+create function public.cancel_jobs(ids uuid[]) returns setof uuid
+language sql
+set search_path = pg_catalog, pg_temp
+set enable_hashjoin = off
+set enable_mergejoin = off
+set enable_seqscan = off
+set jit = off
+set lock_timeout = '1s'
+as $$
+  update public.jobs j
+  set status = 'cancelled', lease_token = j.lease_token + 1, lease_expires_at = null, finished_at = clock_timestamp(),
+    updated_at = clock_timestamp()
+  from (
+    select h.id from unnest(cancel_jobs.ids) i join public.jobs h on h.id = i
+    where h.status in ('pending', 'running')
+    order by h.id
+    for no key update of h
+  ) c
+  where j.id = c.id
+  returning j.id
+$$;
+
+-- Puts dead and cancelled jobs back, with all their attempts: those with these ids, or dead ones, of `kind` or of any, the
+-- first to die first; at most `max_jobs`. Their failures are kept. Returns the ids of those that now wait. One whose dedupe
+-- key another job holds stays as it is, and its last_error says so.
+create function public.retry_jobs(ids uuid[] default null, kind text default null, max_jobs int default 1000)
+returns setof uuid
+language plpgsql
+set search_path = pg_catalog, pg_temp
+set enable_hashjoin = off
+set enable_mergejoin = off
+set enable_seqscan = off
+set jit = off
+set lock_timeout = '1s'
+set plan_cache_mode = force_custom_plan
+as $$
+declare
+  chosen uuid[];
+begin
+  if retry_jobs.max_jobs is null or retry_jobs.max_jobs not between 1 and 100000 then
+    raise exception 'retry_jobs: max_jobs % is not between 1 and 100000', coalesce(retry_jobs.max_jobs::text, 'null')
+      using errcode = '22023';
+  end if;
+  if retry_jobs.ids is not null then
+    chosen := retry_jobs.ids;
+  else
+    chosen := array(
+      select d.id from public.jobs d
+      where d.status = 'dead' and d.finished_at is not null and (retry_jobs.kind is null or d.kind = retry_jobs.kind)
+      order by d.finished_at
+      limit retry_jobs.max_jobs
+    );
+  end if;
+  chosen := array(
+    select j.id from public.jobs j
+    where j.id = any (chosen) and j.status in ('dead', 'cancelled') and (retry_jobs.kind is null or j.kind = retry_jobs.kind)
+    order by j.id
+    limit retry_jobs.max_jobs
+    for no key update
+  );
+  return query
+  select r.id
+  from private.requeue_jobs(array(
+    select row(j.id, clock_timestamp(), 0, j.last_error)::private.requeued_job
+    from (select d.id, d.last_error from public.jobs d where d.id = any (chosen) order by d.finished_at, d.id) j
+  )) r
+  where r.status = 'pending';
+end $$;
+
+revoke all on function public.cancel_jobs, public.retry_jobs from public, anon, authenticated;
+grant execute on function public.cancel_jobs, public.retry_jobs to service_role;
