@@ -40,21 +40,15 @@ begin
 end $$;
 grant usage on schema private to service_role;
 
--- A version 7 UUID (RFC 9562, section 5.7) whose 12 bits after the milliseconds are their fraction, so that ids rise within
--- a batch. Its body is bound when it is created, so it needs no search_path and the planner puts it where it is called.
-create function private.new_job_id() returns uuid
-language sql
-return (
-  left(
-    overlay('0' || to_hex((date_part('epoch', clock_timestamp()) * 65536000)::bigint) placing '7' from 13 for 0),
-    16
-  ) || substr(gen_random_uuid()::text, 20)
-)::uuid;
-revoke all on function private.new_job_id from public, anon, authenticated;
-grant execute on function private.new_job_id to service_role;
-
 create table public.jobs (
-  id uuid primary key default private.new_job_id(),
+  -- A version 7 UUID (RFC 9562, section 5.7) whose 12 bits after the milliseconds are their fraction, so that ids rise
+  -- within a batch. An expression and not a function: whoever inserts would need the right to execute it.
+  id uuid primary key default (
+    left(
+      overlay('0' || to_hex((date_part('epoch', clock_timestamp()) * 65536000)::bigint) placing '7' from 13 for 0),
+      16
+    ) || substr(gen_random_uuid()::text, 20)
+  )::uuid,
   kind text not null check (kind ~ '^[a-z][a-z0-9_]{0,62}$'),
   payload jsonb not null default '{}',
   status text not null default 'pending' check (status in ('pending', 'running', 'succeeded', 'dead', 'cancelled')),
@@ -192,12 +186,8 @@ grant select, insert, update, delete on public.jobs, public.job_failures, public
 -- day go back, uncounted and in their old order, when a worker that knows the kind declares it: 1000 of each at a time.
 create function public.declare_job_kinds(declarations jsonb)
 returns table (kind text, max_attempts int, timeout_ms int)
-language plpgsql
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set jit = off
-set lock_timeout = '1s'
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set jit = off set lock_timeout = '1s' as $$
 #variable_conflict use_column
 begin
   -- Somebody who changes a kind's row keeps it locked until his transaction ends. What holds now is then given back, and the

@@ -14,9 +14,7 @@
 -- A payload has 4 MB of JSON at most, however it comes in: a claim of ten must fit into a function's memory, and into the
 -- API's time. The condition is looked at by the insert itself; an update of the job never does.
 create function private.refuse_payload() returns trigger
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 begin
   raise exception 'jobs: the payload has % bytes of JSON, more than 4000000', octet_length(new.payload::text)
     using errcode = '22023', hint = 'Keep it in Storage or in a table of yours, and enqueue where it is.';
@@ -28,7 +26,7 @@ create trigger refuse_payload before insert on public.jobs
 
 -- A job that is about to be inserted.
 create type private.new_job as (
-  id uuid, kind text, payload jsonb, available_at timestamptz, priority int, max_attempts int, dedupe_key text, dedupe text,
+  kind text, payload jsonb, available_at timestamptz, priority int, max_attempts int, dedupe_key text, dedupe text,
   concurrency_key text, context jsonb
 );
 
@@ -37,9 +35,7 @@ create function private.check_job(
   kind text, payload jsonb, delay interval, available_at timestamptz, priority int, max_attempts int,
   dedupe_key text, dedupe text, concurrency_key text
 ) returns void
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   wrong text;
   hint text := '';
@@ -73,12 +69,10 @@ end $$;
 
 -- Enqueues a job whose dedupe key may be held: `id` is then the holder's, and `created` false.
 create function private.enqueue_deduped(new private.new_job, out id uuid, out created boolean)
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 begin
   for attempt in 1 .. 100 loop
-    insert into public.jobs (id, kind, payload, available_at, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context)
+    insert into public.jobs (kind, payload, available_at, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context)
     values (new.*)
     on conflict do nothing
     returning jobs.id into id;
@@ -133,9 +127,7 @@ create function public.enqueue_job(
   concurrency_key text default null,
   context jsonb default null
 ) returns uuid
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_variable
 declare
   new_id uuid;
@@ -147,7 +139,7 @@ begin
   );
   if dedupe_key is not null then
     return (private.enqueue_deduped(row(
-      private.new_job_id(), kind, payload, due, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context
+      kind, payload, due, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context
     )::private.new_job)).id;
   end if;
   insert into public.jobs (kind, payload, available_at, priority, max_attempts, concurrency_key, context)
@@ -160,9 +152,7 @@ end $$;
 -- for each, in the order given, its id and whether it was created: false with the id of the job that holds its dedupe key.
 -- Raises 22023 naming the entry, from 0 on, and what of it is not usable.
 create function public.enqueue_jobs(jobs jsonb) returns table (id uuid, created boolean)
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_column
 declare
   fields constant text[] := array['kind', 'payload', 'delay', 'available_at', 'priority', 'max_attempts', 'dedupe_key',
@@ -183,8 +173,7 @@ begin
   begin
     given := array(
       select row(
-        private.new_job_id(), r.kind, coalesce(r.payload, '{}'),
-        greatest(r.available_at, clock_timestamp() + coalesce(r.delay, interval '0')),
+        r.kind, coalesce(r.payload, '{}'), greatest(r.available_at, clock_timestamp() + coalesce(r.delay, interval '0')),
         coalesce(r.priority, 0), r.max_attempts, r.dedupe_key, coalesce(r.dedupe, 'active'), r.concurrency_key, r.context
       )::private.new_job
       from jsonb_array_elements(enqueue_jobs.jobs) with ordinality e(value, n)
@@ -205,15 +194,26 @@ begin
       raise data_exception;
     end if;
 
-    -- At once what has no key or is the first with its key. The keys are taken in one order.
+    -- At once what has no key or is the first with its key. The keys are taken in one order, whatever that of the ids.
+    ids := array(
+      -- The default of jobs.id.
+      select (left(
+        overlay('0' || to_hex((date_part('epoch', clock_timestamp()) * 65536000)::bigint) placing '7' from 13 for 0),
+        16
+      ) || substr(gen_random_uuid()::text, 20))::uuid
+      from generate_series(1, cardinality(given))
+    );
     with added as (
       insert into public.jobs
         (id, kind, payload, available_at, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context)
-      select g.id, g.kind, g.payload, g.available_at, g.priority, g.max_attempts, g.dedupe_key, g.dedupe,
-        g.concurrency_key, g.context
-      from (select u.*, row_number() over (partition by u.kind, u.dedupe_key order by u.id) as nth from unnest(given) u) g
-      where g.dedupe_key is null or g.nth = 1
-      order by g.kind, g.dedupe_key, g.id
+      select g.id, (g.new).*
+      from (
+        select i.id, n.new, row_number() over (partition by (n.new).kind, (n.new).dedupe_key order by i.id) as nth
+        from unnest(ids) with ordinality i(id, n)
+        join lateral (select given[i.n] as new) n on true
+      ) g
+      where (g.new).dedupe_key is null or g.nth = 1
+      order by (g.new).kind, (g.new).dedupe_key, g.id
       on conflict do nothing
       returning id
     )
@@ -246,21 +246,17 @@ begin
     raise;
   end;
 
-  ids := array(select g.id from unnest(given) g);
   were_created := array_fill(true, array[cardinality(ids)]);
-  if cardinality(inserted) < cardinality(given) then
-    for job in
-      select g.n, row(
-        g.id, g.kind, g.payload, g.available_at, g.priority, g.max_attempts, g.dedupe_key, g.dedupe, g.concurrency_key, g.context
-      )::private.new_job as new
-      from unnest(given) with ordinality
-        as g(id, kind, payload, available_at, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context, n)
-      where not exists (select from unnest(inserted) i where i = g.id)
-      order by g.kind, g.dedupe_key, g.n
+  if cardinality(inserted) < cardinality(ids) then
+    for entry in
+      select i.n, given[i.n] as new
+      from unnest(ids) with ordinality i(id, n)
+      where not exists (select from unnest(inserted) d where d = i.id)
+      order by (given[i.n]).kind, (given[i.n]).dedupe_key, i.n
     loop
-      select d.id, d.created into entry from private.enqueue_deduped(job.new) d;
-      ids[job.n] := entry.id;
-      were_created[job.n] := entry.created;
+      select d.id, d.created into job from private.enqueue_deduped(entry.new) d;
+      ids[entry.n] := job.id;
+      were_created[entry.n] := job.created;
     end loop;
   end if;
   return query select u.id, u.created from unnest(ids, were_created) with ordinality as u(id, created, n) order by u.n;
@@ -268,9 +264,7 @@ end $$;
 
 -- The same for REST, which gives back at most 1000 rows: [{"id", "created"}, …].
 create function public.enqueue_jobs_as_json(jobs jsonb) returns jsonb
-language sql
-set search_path = pg_catalog, pg_temp
-as $$
+language sql set search_path = pg_catalog, pg_temp as $$
   select coalesce(jsonb_agg(to_jsonb(e) order by e.ordinality), '[]')
   from (select q.id, q.created, q.ordinality from public.enqueue_jobs(jobs) with ordinality q) e
 $$;

@@ -53,9 +53,7 @@ grant select, insert, update, delete on private.turns, private.starts, private.l
 
 -- The first kind after this one that has pending jobs, due or not.
 create function private.next_kind(after text) returns text
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   marked constant text := (select m.kind from private.low_water m where m.kind > after order by m.kind, m.priority limit 1);
   plain text;
@@ -82,9 +80,7 @@ end $$;
 
 -- Up to 32 kinds that have pending jobs, from the one after `start` on and round again.
 create function private.waiting_kinds(start text) returns text[]
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   found_kinds text[] := '{}';
   at_kind text := start;
@@ -106,9 +102,7 @@ end $$;
 
 -- Takes the turn of a kind until the transaction ends; false when another claim has it.
 create function private.take_turn(kind text) returns boolean
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 begin
   perform from private.turns t where t.kind = take_turn.kind for no key update skip locked;
   if not found and not exists (select from private.turns t where t.kind = take_turn.kind) then
@@ -125,9 +119,7 @@ end $$;
 
 -- How many jobs of a kind its limits let start at that time, at most `max_jobs`.
 create function private.free_places(kind text, max_jobs int, at timestamptz) returns int
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   limits record;
   places int := max_jobs;
@@ -161,9 +153,7 @@ create function private.pick_plain_jobs(
   kind text, max_jobs int, due timestamptz, lowest_first boolean, most int, taken uuid[], fully boolean,
   out ids uuid[], out suspects uuid[]
 )
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   level int := case when lowest_first then -101 else 101 end;
   mark record;
@@ -261,9 +251,7 @@ create function private.choose_keyed_jobs(
   kind text, max_jobs int, due timestamptz, lowest_first boolean, most int, taken uuid[], passed uuid[], inout at_key text,
   out ids uuid[], out suspects uuid[]
 )
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   key_places constant int := coalesce(
     (select k.key_concurrency from public.job_kinds k where k.kind = choose_keyed_jobs.kind), 1
@@ -396,9 +384,7 @@ end $$;
 create function private.pick_jobs(
   kind text, max_jobs int, due timestamptz, taken uuid[], fully boolean, out ids uuid[], out suspects uuid[]
 )
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   lowest_first constant boolean := random() < 0.1;
   settings record;
@@ -532,14 +518,8 @@ create function public.claim_jobs(
   id uuid, kind text, payload jsonb, attempts int, max_attempts int, lease_token int, context jsonb, concurrency_key text,
   created_at timestamptz, lease_expires_at timestamptz, timeout_ms int, suspect boolean
 )
-language plpgsql
-set search_path = pg_catalog, pg_temp
-set plan_cache_mode = force_generic_plan
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp
+set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set jit = off as $$
 #variable_conflict use_column
 declare
   start text; -- null when no more than 32 kinds wait

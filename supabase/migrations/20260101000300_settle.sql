@@ -19,14 +19,8 @@ create type private.requeued_job as (id uuid, available_at timestamptz, attempts
 -- for each what it now is: pending; cancelled, when it was running and a newer job holds its key; running, when it is left
 -- to the rescue; what it was, when it had ended before and its key is held.
 create function private.requeue_jobs(given private.requeued_job[]) returns table (id uuid, status text)
-language plpgsql
-set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off
-set enable_mergejoin = off
-set enable_seqscan = off
-set jit = off
-set lock_timeout = '300ms'
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp
+set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off set lock_timeout = '300ms' as $$
 #variable_conflict use_column
 declare
   patient_until constant timestamptz := clock_timestamp() + interval '500 milliseconds';
@@ -52,7 +46,7 @@ begin
   end;
 
   -- The newest first, so that it gets the key.
-  for job in select * from unnest(given) g order by g.id desc loop
+  for job in select distinct on (g.id) * from unnest(given) g order by g.id desc loop
     id := job.id;
     perform set_config('lock_timeout', case when clock_timestamp() < patient_until then '50ms' else '1ms' end, true);
     begin
@@ -94,14 +88,8 @@ end $$;
 -- Completes the jobs in [{"id", "lease_token", "result"}] and returns the ids that were still held. A result of more than
 -- 4 MB is cut: {"cut": its first 10,000 characters, "characters": how many it had}.
 create function public.complete_jobs(completions jsonb) returns setof uuid
-language sql
-set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off
-set enable_mergejoin = off
-set enable_seqscan = off
-set jit = off
-set lock_timeout = '1s'
-as $$
+language sql set search_path = pg_catalog, pg_temp
+set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off set lock_timeout = '1s' as $$
   update public.jobs j
   set status = 'succeeded',
     lease_token = j.lease_token + 1,
@@ -123,9 +111,7 @@ $$;
 
 -- Completes one job; false when it was not held.
 create function public.complete_job(id uuid, lease_token int, result jsonb default null) returns boolean
-language sql
-set search_path = pg_catalog, pg_temp
-as $$
+language sql set search_path = pg_catalog, pg_temp as $$
   select exists (
     select from public.complete_jobs(jsonb_build_array(jsonb_build_object(
       'id', complete_job.id, 'lease_token', complete_job.lease_token, 'result', complete_job.result
@@ -143,20 +129,14 @@ create type private.failed_attempt as (
 -- characters is cut, and says so. Returns what became of those that were still held, but for what is left to the rescue;
 -- available_at is null unless it is pending.
 create function public.fail_jobs(failures jsonb) returns table (id uuid, status text, available_at timestamptz)
-language plpgsql
-set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off
-set enable_mergejoin = off
-set enable_seqscan = off
-set jit = off
-set lock_timeout = '1s'
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp
+set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off set lock_timeout = '1s' as $$
 #variable_conflict use_column
 declare
   failed private.failed_attempt[];
 begin
   failed := array(
-    select row(
+    select distinct on (held.id) row(
       held.id, held.kind, held.lease_token, held.attempts, held.locked_by,
       case
         when x.error is not null then x.error
@@ -190,6 +170,7 @@ begin
     left join public.job_kinds k on k.kind = held.kind
     -- It has failed before, and was left to the rescue.
     left join public.job_failures x on x.job_id = held.id and x.lease_token = held.lease_token
+    order by held.id
   );
 
   update public.jobs j
@@ -222,9 +203,7 @@ create function public.fail_job(
   retry_in interval default null,
   permanent boolean default false
 ) returns text
-language sql
-set search_path = pg_catalog, pg_temp
-as $$
+language sql set search_path = pg_catalog, pg_temp as $$
   select f.status
   from public.fail_jobs(jsonb_build_array(jsonb_build_object(
     'id', fail_job.id, 'lease_token', fail_job.lease_token, 'error', fail_job.error,
@@ -235,14 +214,8 @@ $$;
 -- Gives back the jobs in [{"id", "lease_token", "delay"}] without counting the attempt; `delay` (an interval, or seconds,
 -- at most 10 years) is how long they then wait. Returns the ids that were still held, but for what is left to the rescue.
 create function public.release_jobs(releases jsonb) returns setof uuid
-language plpgsql
-set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off
-set enable_mergejoin = off
-set enable_seqscan = off
-set jit = off
-set lock_timeout = '1s'
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp
+set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off set lock_timeout = '1s' as $$
 begin
   return query
   select r.id
@@ -269,14 +242,8 @@ end $$;
 -- Extends the leases in [{"id", "lease_token"}] to `lease_seconds` from now and returns the ids that are still held. A
 -- lease that is missing from the answer is lost: its handler must stop, and what it returns will be refused.
 create function public.extend_jobs(leases jsonb, lease_seconds int default 60) returns table (id uuid)
-language sql
-set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off
-set enable_mergejoin = off
-set enable_seqscan = off
-set jit = off
-set lock_timeout = '1s'
-as $$
+language sql set search_path = pg_catalog, pg_temp
+set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off set lock_timeout = '1s' as $$
   update public.jobs j
   set lease_expires_at = clock_timestamp() + make_interval(secs => greatest(1, least(extend_jobs.lease_seconds, 86400)))
   from (
@@ -305,9 +272,7 @@ grant select, insert, update, delete on private.lost_attempts to service_role;
 -- available again at once, since the lost lease was the wait, or dead when that was the last attempt. Returns how many.
 -- The lock reads each row anew, so a job that has just been completed is left alone.
 create function public.rescue_expired_jobs(max_jobs int default 1000) returns int
-language sql
-set search_path = pg_catalog, pg_temp
-as $$
+language sql set search_path = pg_catalog, pg_temp as $$
   with expired as (
     select j.id, j.kind, j.attempts, j.lease_token, format(
       'lease expired: worker %s neither finished the job nor extended its lease by %s', j.locked_by, j.lease_expires_at
@@ -334,9 +299,7 @@ $$;
 -- Hands over up to `max_attempts` of the attempts that ended with their lease, each to one caller.
 create function public.take_lost_attempts(max_attempts int default 100)
 returns table (job_id uuid, kind text, attempt int, error text)
-language sql
-set search_path = pg_catalog, pg_temp
-as $$
+language sql set search_path = pg_catalog, pg_temp as $$
   delete from private.lost_attempts l
   where l.ctid = any (array(
     select t.ctid from private.lost_attempts t

@@ -6,14 +6,8 @@
 -- Cancels the jobs among these that wait or run, and returns their ids. A running one's token is void at once; its worker
 -- finds out at its next heartbeat and tells the handler by its signal.
 create function public.cancel_jobs(ids uuid[]) returns setof uuid
-language sql
-set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off
-set enable_mergejoin = off
-set enable_seqscan = off
-set jit = off
-set lock_timeout = '1s'
-as $$
+language sql set search_path = pg_catalog, pg_temp
+set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off set lock_timeout = '1s' as $$
   update public.jobs j
   set status = 'cancelled', lease_token = j.lease_token + 1, lease_expires_at = null, finished_at = clock_timestamp(),
     updated_at = clock_timestamp()
@@ -32,15 +26,8 @@ $$;
 -- key another job holds stays as it is, and its last_error says so.
 create function public.retry_jobs(ids uuid[] default null, kind text default null, max_jobs int default 1000)
 returns setof uuid
-language plpgsql
-set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off
-set enable_mergejoin = off
-set enable_seqscan = off
-set jit = off
-set lock_timeout = '1s'
-set plan_cache_mode = force_custom_plan
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp
+set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off set lock_timeout = '1s' set plan_cache_mode = force_custom_plan as $$
 declare
   chosen uuid[];
 begin

@@ -6,13 +6,8 @@
 
 -- Deletes up to `max_jobs` jobs whose time is over, and returns how many.
 create function public.purge_jobs(max_jobs int default 10000) returns int
-language plpgsql
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set jit = off as $$
 declare
   at_kind text := '';
   ended record;

@@ -39,9 +39,7 @@ revoke all on private.pokes from public, anon, authenticated, service_role;
 
 -- A secret in Vault; null when it is not there.
 create function private.vault_secret(name text) returns text
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 begin
   if to_regclass('vault.decrypted_secrets') is null then
     return null;
@@ -51,9 +49,7 @@ end $$;
 
 -- The secret that pokes carry. While it is being rotated there are two; either opens the door.
 create function private.first_cron_secret() returns text
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 begin
   return btrim(split_part(private.vault_secret('cron_secret'), ',', 1), E' \t\r\n');
 end $$;
@@ -61,10 +57,7 @@ end $$;
 -- Where job-worker is and the secret that opens it. Raises 55000 naming what is not set up. Reads the secret: nobody may
 -- call it directly.
 create function private.worker_endpoint(out url text, out cron_secret text)
-language plpgsql
-security definer
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
 declare
   wrong text;
 begin
@@ -89,10 +82,7 @@ end $$;
 
 -- Queues one poke.
 create function private.poke(reason text, body jsonb default '{}') returns void
-language plpgsql
-security definer
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
 declare
   endpoint record;
 begin
@@ -112,9 +102,7 @@ end $$;
 -- (xmax): it has left, and a slow answer beside it may keep that transaction open for seconds. pg_net's queue has no index,
 -- and may hold whatever others send: nothing but the numbers of its requests is looked at.
 create function private.count_queued_pokes() returns bigint
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 begin
   return (
     select count(*) from net.http_request_queue q
@@ -129,11 +117,8 @@ end $$;
 -- Measured with the real pg_net beside a single-row insert of 65 µs: 30 µs while a worker is awake or a poke is queued (as
 -- long as pg_net's queue is short), 140 µs for the few inserts a second that poke.
 create function private.wake() returns trigger
-language plpgsql
-security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '100ms'
-as $$
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+set lock_timeout = '100ms' as $$
 declare
   due boolean;
 begin
@@ -172,9 +157,7 @@ create trigger wake_again after update on public.jobs
 -- How many jobs of one kind are due, without and with a concurrency key, each counted to `max_jobs`, and since when the
 -- oldest: one step through the indexes for each priority that waits.
 create function private.count_due_jobs(kind text, max_jobs int, out plain int, out keyed int, out oldest timestamptz)
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   level int := 101;
   found_plain record;
@@ -216,9 +199,7 @@ end $$;
 -- How many jobs of one kind a claim could give, counted to `max_jobs`, and since when it could have given the first of
 -- them: what is due, within the kind's limits. A kind with limits waits from its last start or success on.
 create function private.count_ready_jobs(kind text, max_jobs int, out ready int, out since timestamptz)
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   due record;
 begin
@@ -254,13 +235,8 @@ end $$;
 
 -- The same for all kinds.
 create function private.ready_jobs(max_jobs int, out total int, out oldest timestamptz)
-language plpgsql
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set enable_bitmapscan = off
-set enable_sort = off
-set jit = off
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set jit = off as $$
 declare
   kind text := '';
   counted record;
@@ -280,11 +256,8 @@ end $$;
 -- Raises 55000 while something is not set up, so that cron's history shows it. An error undoes a whole run: one that has
 -- rescued jobs keeps them and is silent, and the next, with nothing to rescue, says what is wrong.
 create function private.tick() returns void
-language plpgsql
-security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '5s'
-as $$
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+set lock_timeout = '5s' as $$
 declare
   rescued int;
   ready record;
@@ -336,10 +309,7 @@ end $$;
 
 -- Deletes this template's old rows from cron's history, which pg_cron itself never does.
 create function private.prune_cron_history() returns void
-language plpgsql
-security definer
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
 begin
   delete from cron.job_run_details d
   -- By command: a job that is scheduled anew has a new id.
@@ -355,10 +325,7 @@ revoke all on function private.vault_secret, private.first_cron_secret, private.
 
 -- Turns the tick and the wake on. Raises 55000 where pg_cron is missing.
 create function public.enable_dispatch() returns void
-language plpgsql
-security definer
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
 begin
   if to_regclass('cron.job') is null then
     raise exception 'enable_dispatch: the extension pg_cron is not installed' using errcode = '55000',
@@ -374,10 +341,7 @@ end $$;
 -- Turns the tick and the wake off, and gives nothing more to workers that they have started: jobs then wait until something
 -- calls the drain function or claims them.
 create function public.disable_dispatch() returns void
-language plpgsql
-security definer
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
 begin
   update private.dispatch d set enabled = false where d.one;
   if to_regclass('cron.job') is not null then
@@ -390,9 +354,7 @@ end $$;
 -- minute: the limits leave a few rounds of the ten-second tick, so that one late run is no alarm.
 
 create function private.check_extensions(out ok boolean, out detail text, out todo text)
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   missing text;
 begin
@@ -405,9 +367,7 @@ begin
 end $$;
 
 create function private.check_project_url(out ok boolean, out detail text, out todo text)
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   url constant text := private.vault_secret('project_url');
 begin
@@ -418,9 +378,7 @@ begin
 end $$;
 
 create function private.check_cron_secret(out ok boolean, out detail text, out todo text)
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   secret constant text := private.vault_secret('cron_secret');
 begin
@@ -432,9 +390,7 @@ begin
 end $$;
 
 create function private.check_tick(out ok boolean, out detail text, out todo text)
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   tick record;
   run record;
@@ -484,9 +440,7 @@ end $$;
 -- for an answer when the worker has looked: to any other poke it answers before it has been to the database. False when one
 -- was sent a moment ago; raises why none can be.
 create function private.try_worker(works boolean) returns boolean
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 begin
   if not (select d.enabled from private.dispatch d) then
     raise exception 'dispatch is off' using errcode = '55000';
@@ -508,9 +462,7 @@ begin
 end $$;
 
 create function private.check_worker(out ok boolean, out detail text, out todo text)
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   queued_since timestamptz;
   answer record;
@@ -599,9 +551,7 @@ begin
 end $$;
 
 create function private.check_ready_jobs(out ok boolean, out detail text, out todo text)
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   ready record;
 begin
@@ -616,9 +566,7 @@ end $$;
 
 -- Jobs whose worker is gone, and which the tick should have taken back.
 create function private.check_leases(out ok boolean, out detail text, out todo text)
-language plpgsql
-set search_path = pg_catalog, pg_temp
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   oldest constant timestamptz := (select min(j.lease_expires_at) from public.jobs j where j.status = 'running');
 begin
@@ -630,11 +578,8 @@ end $$;
 
 -- Jobs of the last day that died because no worker knew their kind: see declare_job_kinds.
 create function private.check_kinds(out ok boolean, out detail text, out todo text)
-language plpgsql
-set search_path = pg_catalog, pg_temp
-set enable_seqscan = off
-set jit = off
-as $$
+language plpgsql set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set jit = off as $$
 declare
   unknown text;
 begin
@@ -659,13 +604,8 @@ revoke all on function private.check_extensions, private.check_project_url, priv
 -- was seen, and what to do. Secrets are not shown. Asks the worker: see private.try_worker. Never fails, and waits for no
 -- lock longer than half a second: an item that cannot be looked at says why.
 create function public.job_dispatch_health() returns table (item text, ok boolean, detail text, todo text)
-language plpgsql
-security definer
-set search_path = pg_catalog, pg_temp
-set lock_timeout = '500ms'
-set timezone = 'UTC'
-set datestyle = 'ISO'
-as $$
+language plpgsql security definer set search_path = pg_catalog, pg_temp
+set lock_timeout = '500ms' set timezone = 'UTC' set datestyle = 'ISO' as $$
 begin
   foreach item in array array[
     'extensions', 'project_url', 'cron_secret', 'tick', 'worker', 'ready jobs', 'leases', 'kinds'

@@ -30,13 +30,20 @@ Deno.test("what the code declares holds, and what it leaves out is the default",
     backoff_base: "90 s",
     backoff_factor: 1.5,
     backoff_jitter: 0,
+    concurrency: 3,
+    key_concurrency: 2,
+    rate_limit: 100,
+    rate_period: "00:01:00",
+    keep_succeeded: "00:00:00",
+    keep_dead: "365 days",
+    keep_cancelled: "1 day",
   };
   assert.deepEqual(await declare(db.sql, { ...all, backoff_cap: "1 day" }), {
     max_attempts: 2,
     timeout_ms: 10,
   });
   const { kind: _, declared: __, ...stored } = only(await db.sql`select * from job_kinds`);
-  assert.deepEqual(stored, { ...all, backoff_base: "00:01:30", backoff_cap: "1 day" });
+  assert.deepEqual(stored, { ...all, backoff_base: "00:01:30", backoff_cap: "1 day", paused: false });
 });
 
 Deno.test("several kinds are declared at once, each with its own", async () => {

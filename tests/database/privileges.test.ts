@@ -71,6 +71,8 @@ const samples: Record<string, [sql: string, json: postgres.JSONValue]> = {
   "timestamp with time zone": ["'2030-01-01 00:00:00Z'", "2030-01-01T00:00:00Z"],
   uuid: ["gen_random_uuid()", crypto.randomUUID()],
   "uuid[]": ["'{}'", []],
+  "private.new_job": ["null", null],
+  "private.requeued_job[]": ["'{}'", []],
 };
 function sampleFor({ name, type }: { name: string; type: string }) {
   const sample = samples[type];
