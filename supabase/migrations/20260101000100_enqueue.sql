@@ -265,8 +265,8 @@ end $$;
 -- The same for REST, which gives back at most 1000 rows: [{"id", "created"}, …].
 create function public.enqueue_jobs_as_json(jobs jsonb) returns jsonb
 language sql set search_path = pg_catalog, pg_temp as $$
-  select coalesce(jsonb_agg(to_jsonb(e) order by e.ordinality), '[]')
-  from (select q.id, q.created, q.ordinality from public.enqueue_jobs(jobs) with ordinality q) e
+  select coalesce(jsonb_agg(jsonb_build_object('id', e.id, 'created', e.created) order by e.n), '[]')
+  from public.enqueue_jobs(enqueue_jobs_as_json.jobs) with ordinality e(id, created, n)
 $$;
 
 revoke all on function private.check_job, private.enqueue_deduped, public.enqueue_job, public.enqueue_jobs,
