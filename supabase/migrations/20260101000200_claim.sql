@@ -51,35 +51,39 @@ alter table private.low_water enable row level security;
 revoke all on private.turns, private.starts, private.low_water from public, anon, authenticated, service_role;
 grant select, insert, update, delete on private.turns, private.starts, private.low_water to service_role;
 
--- The first kind after this one that has pending jobs, due or not.
-create function private.next_kind(after text) returns text
+-- The first kind after this one that has pending jobs, due or not, or a mark.
+create function private.next_kind(after text, marked boolean default true) returns text
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
-  marked constant text := (select m.kind from private.low_water m where m.kind > after order by m.kind, m.priority limit 1);
-  plain text;
-  keyed text;
+  mark text;
 begin
-  if marked is null then
-    select j.kind into plain from public.jobs j
-    where j.status = 'pending' and j.concurrency_key is null and j.kind > after
-    order by j.kind, j.priority desc, j.available_at, j.id
-    limit 1;
-  else
-    select j.kind into plain from public.jobs j
-    where j.status = 'pending' and j.concurrency_key is null and j.kind > after and j.kind < marked
-    order by j.kind, j.priority desc, j.available_at, j.id
-    limit 1;
-    plain := coalesce(plain, marked);
+  if marked then
+    mark := (select m.kind from private.low_water m where m.kind > after order by m.kind, m.priority limit 1);
   end if;
-  select j.kind into keyed from public.jobs j
-  where j.status = 'pending' and j.concurrency_key is not null and j.kind > after
-  order by j.kind, j.priority desc, j.available_at, j.id
-  limit 1;
-  return least(plain, keyed);
+  if mark is null then
+    return least((
+      select j.kind from public.jobs j
+      where j.status = 'pending' and j.concurrency_key is null and j.kind > after
+      order by j.kind, j.priority desc, j.available_at, j.id limit 1
+    ), (
+      select j.kind from public.jobs j
+      where j.status = 'pending' and j.concurrency_key is not null and j.kind > after
+      order by j.kind, j.priority desc, j.available_at, j.id limit 1
+    ));
+  end if;
+  return least(mark, (
+    select j.kind from public.jobs j
+    where j.status = 'pending' and j.concurrency_key is null and j.kind > after and j.kind < mark
+    order by j.kind, j.priority desc, j.available_at, j.id limit 1
+  ), (
+    select j.kind from public.jobs j
+    where j.status = 'pending' and j.concurrency_key is not null and j.kind > after and j.kind < mark
+    order by j.kind, j.priority desc, j.available_at, j.id limit 1
+  ));
 end $$;
 
--- Up to 32 kinds that have pending jobs, from the one after `start` on and round again.
-create function private.waiting_kinds(start text) returns text[]
+-- Up to 32 such kinds, from the one after `start` on and round again.
+create function private.waiting_kinds(start text, marked boolean) returns text[]
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   found_kinds text[] := '{}';
@@ -87,7 +91,7 @@ declare
   wrapped boolean := false;
 begin
   loop
-    at_kind := private.next_kind(at_kind);
+    at_kind := private.next_kind(at_kind, marked);
     if at_kind is null or (wrapped and at_kind > start) then
       exit when wrapped or start = '';
       wrapped := true;
@@ -147,16 +151,17 @@ begin
 end $$;
 
 -- Up to `max_jobs` jobs of one kind without a concurrency key that are due at that time, locked, a priority at a time.
--- `taken` are locked already by this claim; `fully`: not from the marks on. A suspect has lost its worker at its last
+-- `taken` are locked already by this claim; `marked`: there are marks, and `fully`: not only from them on. A suspect has lost its worker at its last
 -- attempt, and has one attempt left or two; for each there may be one job more.
 create function private.pick_plain_jobs(
-  kind text, max_jobs int, due timestamptz, lowest_first boolean, most int, taken uuid[], fully boolean,
-  out ids uuid[], out suspects uuid[]
+  kind text, max_jobs int, due timestamptz, lowest_first boolean, most int, taken uuid[], marked boolean,
+  fully boolean, out ids uuid[], out suspects uuid[]
 )
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   level int := case when lowest_first then -101 else 101 end;
   mark record;
+  at_mark int;
   since timestamptz;
   pages bigint;
   picked record;
@@ -165,31 +170,36 @@ begin
   suspects := '{}';
   loop
     -- The next priority: up to that of the next mark, whose jobs may lie behind many entries of none.
+    at_mark := null;
     if lowest_first then
-      select * into mark from private.low_water m
-      where m.kind = pick_plain_jobs.kind and m.priority > level order by m.priority limit 1;
-      select least(mark.priority, (
+      if marked then
+        select * into mark from private.low_water m
+        where m.kind = pick_plain_jobs.kind and m.priority > level order by m.priority limit 1;
+        at_mark := mark.priority;
+      end if;
+      level := least(at_mark, (
         select j.priority from public.jobs j
         where j.status = 'pending' and j.concurrency_key is null and j.kind = pick_plain_jobs.kind
-          and j.priority > level and j.priority < coalesce(mark.priority, 101)
-        order by j.priority, j.available_at desc, j.id desc
-        limit 1
-      )) into level;
+          and j.priority > level and j.priority < coalesce(at_mark, 101)
+        order by j.priority, j.available_at desc, j.id desc limit 1
+      ));
     else
-      select * into mark from private.low_water m
-      where m.kind = pick_plain_jobs.kind and m.priority < level order by m.priority desc limit 1;
-      select greatest(mark.priority, (
+      if marked then
+        select * into mark from private.low_water m
+        where m.kind = pick_plain_jobs.kind and m.priority < level order by m.priority desc limit 1;
+        at_mark := mark.priority;
+      end if;
+      level := greatest(at_mark, (
         select j.priority from public.jobs j
         where j.status = 'pending' and j.concurrency_key is null and j.kind = pick_plain_jobs.kind
-          and j.priority < level and j.priority > coalesce(mark.priority, -101)
-        order by j.priority desc, j.available_at, j.id
-        limit 1
-      )) into level;
+          and j.priority < level and j.priority > coalesce(at_mark, -101)
+        order by j.priority desc, j.available_at, j.id limit 1
+      ));
     end if;
     exit when level is null;
 
     since := '-infinity';
-    if mark.priority = level and not fully then
+    if at_mark = level and not fully then
       since := mark.available_at;
       if mark.look_at < due and private.take_turn('') then
         since := '-infinity';
@@ -223,7 +233,7 @@ begin
         set available_at = excluded.available_at,
           look_at = case when since = '-infinity' then excluded.look_at else m.look_at end;
       end if;
-    elsif mark.priority = level and since = '-infinity' and private.take_turn('') then
+    elsif at_mark = level and since = '-infinity' and private.take_turn('') then
       delete from private.low_water m where m.kind = pick_plain_jobs.kind and m.priority = level;
     end if;
 
@@ -382,13 +392,13 @@ end $$;
 
 -- Up to `max_jobs` jobs of one kind, locked, within its limits; for each suspect there may be one job more.
 create function private.pick_jobs(
-  kind text, max_jobs int, due timestamptz, taken uuid[], fully boolean, out ids uuid[], out suspects uuid[]
+  kind text, max_jobs int, due timestamptz, taken uuid[], marked boolean, fully boolean,
+  out ids uuid[], out suspects uuid[], out rated boolean
 )
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   lowest_first constant boolean := random() < 0.1;
   settings record;
-  has_keys boolean;
   turn boolean := true;
   places int := max_jobs;
   key text;
@@ -400,11 +410,16 @@ declare
 begin
   ids := '{}';
   suspects := '{}';
-  select k.max_attempts, k.concurrency, k.rate_limit into settings from public.job_kinds k where k.kind = pick_jobs.kind;
-  select exists (
+  select k.max_attempts, k.concurrency, k.rate_limit, k.paused, exists (
     select from public.jobs j where j.status = 'pending' and j.concurrency_key is not null and j.kind = pick_jobs.kind
-  ) into has_keys;
-  if has_keys or settings.concurrency is not null or settings.rate_limit is not null then
+  ) as has_keys
+  into settings
+  from (select) one left join public.job_kinds k on k.kind = pick_jobs.kind;
+  rated := settings.rate_limit is not null;
+  if settings.paused then
+    return;
+  end if;
+  if settings.has_keys or settings.concurrency is not null or settings.rate_limit is not null then
     if current_setting('transaction_isolation') <> 'read committed' then
       raise exception 'claim_jobs: % has limits, and what runs can only be counted in a read committed transaction', kind
         using errcode = '25000';
@@ -423,9 +438,10 @@ begin
     end if;
   end if;
 
-  select * into ids, suspects
-  from private.pick_plain_jobs(kind, places, due, lowest_first, coalesce(settings.max_attempts, 5), taken, fully);
-  if not has_keys or not turn then
+  chosen := private.pick_plain_jobs(kind, places, due, lowest_first, coalesce(settings.max_attempts, 5), taken, marked, fully);
+  ids := chosen.ids;
+  suspects := chosen.suspects;
+  if not settings.has_keys or not turn then
     return;
   end if;
 
@@ -465,9 +481,27 @@ begin
   end if;
 end $$;
 
-revoke all on function private.next_kind, private.waiting_kinds, private.take_turn, private.free_places,
+-- Notes for the rate limits that these jobs start at that time: up to the next thousandth of the period, so that no more than
+-- a thousand rows are ever counted.
+create function private.record_starts(ids uuid[], at timestamptz) returns void
+language sql set search_path = pg_catalog, pg_temp as $$
+  with started as (
+    select k.kind, coalesce(k.rate_period, interval '1 minute') as period, count(*)::int as jobs
+    from public.jobs j join public.job_kinds k on k.kind = j.kind and k.rate_limit is not null
+    where j.id = any (record_starts.ids)
+    group by k.kind
+  ), forgotten as (
+    delete from private.starts s using started n where s.kind = n.kind and s.at <= record_starts.at - n.period
+  )
+  insert into private.starts as s (kind, at, jobs)
+  select n.kind, to_timestamp(ceil(extract(epoch from record_starts.at) / step.s) * step.s), n.jobs
+  from started n cross join lateral (select extract(epoch from n.period) / 1000 as s) step
+  on conflict on constraint starts_pkey do update set jobs = s.jobs + excluded.jobs
+$$;
+
+revoke all on function private.record_starts, private.next_kind, private.waiting_kinds, private.take_turn, private.free_places,
   private.pick_plain_jobs, private.choose_keyed_jobs, private.pick_jobs from public, anon, authenticated;
-grant execute on function private.next_kind, private.waiting_kinds, private.take_turn, private.free_places,
+grant execute on function private.record_starts, private.next_kind, private.waiting_kinds, private.take_turn, private.free_places,
   private.pick_plain_jobs, private.choose_keyed_jobs, private.pick_jobs to service_role;
 
 -- Whether jobs are started at all: see enable_dispatch().
@@ -531,7 +565,12 @@ declare
   suspects uuid[] := '{}';
   picked record;
   share int;
+  with_settings text[];
+  most int[];
+  timeouts int[];
+  marked boolean;
   fully boolean := false;
+  rated boolean := false;
   claimed_at constant timestamptz := clock_timestamp();
 begin
   if claim_jobs.worker is null or claim_jobs.worker = '' then
@@ -551,13 +590,12 @@ begin
     return;
   end if;
 
-  if claim_jobs.kinds is null then
-    start := coalesce((select t.at from private.turns t where t.kind = ''), '');
-  end if;
+  select coalesce((select t.at from private.turns t where t.kind = ''), ''), exists (select from private.low_water)
+  into start, marked;
   loop
     for round in 1 .. 100 loop
       if claim_jobs.kinds is null then
-        waiting := private.waiting_kinds(start);
+        waiting := private.waiting_kinds(start, marked);
         once_round := first_kind = any (waiting);
         first_kind := coalesce(first_kind, waiting[1]);
         start := waiting[32];
@@ -566,26 +604,25 @@ begin
       end if;
 
       -- Each kind in turn gets an equal part of what is left, in an order that changes; those that had more get the rest.
-      waiting := array(
-        select k from unnest(waiting) k
-        where k <> all (coalesce(claim_jobs.except_kinds, '{}'))
-          and not exists (select from public.job_kinds s where s.kind = k and s.paused)
-        order by random()
-      );
+      if cardinality(waiting) > 1 or claim_jobs.except_kinds is not null then
+        waiting := array(
+          select k from unnest(waiting) k where k <> all (coalesce(claim_jobs.except_kinds, '{}')) order by random()
+        );
+      end if;
       for i in 1 .. cardinality(waiting) loop
         share := ceil((claim_jobs.max_jobs - cardinality(ids))::numeric / (cardinality(waiting) - i + 1));
         exit when share <= 0;
-        select * into picked from private.pick_jobs(waiting[i], share, claimed_at, '{}', fully);
+        picked := private.pick_jobs(waiting[i], share, claimed_at, '{}', marked, fully);
         ids := ids || picked.ids;
         suspects := suspects || picked.suspects;
+        rated := rated or picked.rated;
         if cardinality(picked.ids) >= share then
           full_kinds := full_kinds || waiting[i];
         end if;
       end loop;
       for i in 1 .. cardinality(full_kinds) loop
         exit when cardinality(ids) >= claim_jobs.max_jobs;
-        select * into picked
-        from private.pick_jobs(full_kinds[i], claim_jobs.max_jobs - cardinality(ids), claimed_at, ids, fully);
+        picked := private.pick_jobs(full_kinds[i], claim_jobs.max_jobs - cardinality(ids), claimed_at, ids, marked, fully);
         ids := ids || picked.ids;
         suspects := suspects || picked.suspects;
       end loop;
@@ -593,12 +630,12 @@ begin
       -- Of more than 32 kinds these may all be waiting for later: then the next ones are looked at.
       exit when cardinality(ids) > 0 or claim_jobs.kinds is not null or start is null or once_round;
     end loop;
-    exit when cardinality(ids) > 0 or fully or not exists (select from private.low_water);
+    exit when cardinality(ids) > 0 or fully or not marked;
     fully := true;
     start := coalesce(start, '');
     first_kind := null;
   end loop;
-  if start is not null and cardinality(ids) > 0 and private.take_turn('') then
+  if claim_jobs.kinds is null and start is not null and cardinality(ids) > 0 and private.take_turn('') then
     update private.turns t set at = start where t.kind = '';
   end if;
 
@@ -624,6 +661,12 @@ begin
   if cardinality(ids) = 0 then
     return;
   end if;
+  if rated then
+    perform private.record_starts(ids, claimed_at);
+  end if;
+  -- Looked up once; a join would look for each job (measured: 8 % of a claim of 100).
+  select array_agg(k.kind), array_agg(k.max_attempts), array_agg(k.timeout_ms) into with_settings, most, timeouts
+  from public.job_kinds k where k.kind = any (waiting);
   return query
   with claimed as (
     update public.jobs j
@@ -635,26 +678,14 @@ begin
       lease_expires_at = claimed_at + make_interval(secs => claim_jobs.lease_seconds),
       updated_at = claimed_at
     where j.id = any (ids)
-    returning j.*
-  ), started as materialized (
-    select c.*, k.max_attempts as most, k.timeout_ms, k.rate_limit, coalesce(k.rate_period, interval '1 minute') as rate_period
-    from claimed c
-    left join public.job_kinds k on k.kind = c.kind
-  ), limited as (
-    select s.kind, s.rate_period, count(*)::int as jobs from started s where s.rate_limit is not null group by s.kind, s.rate_period
-  ), recorded as (
-    -- Up to the next thousandth of the period, so that no more than a thousand rows are ever counted.
-    insert into private.starts as s (kind, at, jobs)
-    select l.kind, to_timestamp(ceil(extract(epoch from claimed_at) / step.s) * step.s), l.jobs
-    from limited l cross join lateral (select extract(epoch from l.rate_period) / 1000 as s) step
-    on conflict on constraint starts_pkey do update set jobs = s.jobs + excluded.jobs
-  ), forgotten as (
-    delete from private.starts s using limited l where s.kind = l.kind and s.at <= claimed_at - l.rate_period
+    returning j.id, j.kind, j.payload, j.attempts, j.max_attempts, j.lease_token, j.context, j.concurrency_key, j.created_at,
+      j.lease_expires_at, j.priority, j.available_at
   )
-  select s.id, s.kind, s.payload, s.attempts, coalesce(s.max_attempts, s.most, 5), s.lease_token, s.context,
-    s.concurrency_key, s.created_at, s.lease_expires_at, coalesce(s.timeout_ms, 45000), s.id = any (suspects)
-  from started s
-  order by s.priority desc, s.available_at, s.id;
+  select c.id, c.kind, c.payload, c.attempts, coalesce(c.max_attempts, most[array_position(with_settings, c.kind)], 5),
+    c.lease_token, c.context, c.concurrency_key, c.created_at, c.lease_expires_at,
+    coalesce(timeouts[array_position(with_settings, c.kind)], 45000), c.id = any (suspects)
+  from claimed c
+  order by c.priority desc, c.available_at, c.id;
 end $$;
 revoke all on function public.claim_jobs from public, anon, authenticated;
 grant execute on function public.claim_jobs to service_role;

@@ -107,13 +107,13 @@ export async function useContract(api: Api): Promise<void> {
   const batch = [{ kind: "test", dedupe_key: "a" }, { kind: "test", dedupe_key: "a", concurrency_key: "c" }];
   const enqueued = await api.call<{ id: string; created: boolean }>("enqueue_jobs", { jobs: batch });
   assert.deepEqual(enqueued.map(({ created }) => created), [true, false]);
-  const [again] = await api.call<unknown>("enqueue_jobs_as_json", { jobs: batch });
-  assert.deepEqual(again, enqueued.map(({ id }) => ({ id, created: false })));
+  const again = await api.call<unknown>("enqueue_jobs_as_json", { jobs: batch });
+  assert.deepEqual(again.flat(), enqueued.map(({ id }) => ({ id, created: false })));
   const ids = enqueued.slice(0, 1).map(({ id }) => id);
   assert.deepEqual(await api.call("cancel_jobs", { ids }), ids);
   assert.deepEqual(await api.call("retry_jobs", { ids }), ids);
   await api.insert("jobs", [{ kind: "keyed", concurrency_key: "a" }]);
-  await api.insert("job_kinds", [{ kind: "keyed", concurrency: 1, rate_limit: 1 }]);
+  await api.insert("job_kinds", [{ kind: "keyed", concurrency: 1, rate_limit: 2 }]);
   assert.equal((await api.call("claim_jobs", { worker: "w", kinds: ["keyed"] })).length, 1);
   assert.deepEqual(await api.call("purge_jobs"), [0]);
   await api.call("disable_dispatch");
