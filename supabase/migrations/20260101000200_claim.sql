@@ -259,14 +259,17 @@ end $$;
 -- free it goes on key by key, from the one after `at_key`, instead of in their order.
 create function private.choose_keyed_jobs(
   kind text, max_jobs int, due timestamptz, lowest_first boolean, most int, taken uuid[], passed uuid[], inout at_key text,
-  out ids uuid[], out suspects uuid[]
+  out ids uuid[], out keys text[], out suspects uuid[]
 )
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   key_places constant int := coalesce(
     (select k.key_concurrency from public.job_kinds k where k.kind = choose_keyed_jobs.kind), 1
   );
-  keys text[] := array(select j.concurrency_key from public.jobs j where j.id = any (taken) and j.concurrency_key is not null);
+  used text[] := array(
+    select j.concurrency_key from public.jobs j
+    where j.id = any (taken) and j.kind = choose_keyed_jobs.kind and j.concurrency_key is not null
+  );
   start constant text := at_key;
   wrapped boolean := false;
   level int := case when lowest_first then -101 else 101 end;
@@ -277,6 +280,7 @@ declare
   chunk record;
 begin
   ids := '{}';
+  keys := '{}';
   suspects := '{}';
   loop
     if lowest_first then
@@ -311,7 +315,7 @@ begin
               where r.status = 'running' and r.kind = choose_keyed_jobs.kind and r.concurrency_key = k.key
               limit key_places
             ) r)
-          - (select count(*) from unnest(keys) u where u = k.key) as places
+          - (select count(*) from unnest(used || keys) u where u = k.key) as places
         from (select distinct a.key from ahead a) k
       ), admitted as (
         select n.*, count(*) filter (where not n.suspect) over (order by n.available_at, n.id) as others
@@ -324,7 +328,7 @@ begin
       )
       select
         (select coalesce(array_agg(a.id order by a.available_at, a.id), '{}') from admitted a where a.others <= left_places.n) as ids,
-        (select coalesce(array_agg(a.key), '{}') from admitted a where a.others <= left_places.n) as keys,
+        (select coalesce(array_agg(a.key order by a.available_at, a.id), '{}') from admitted a where a.others <= left_places.n) as keys,
         (select coalesce(array_agg(a.id), '{}') from admitted a where a.suspect and a.others <= left_places.n) as suspects,
         (select count(*) from ahead) as jobs,
         (select a.available_at from ahead a order by a.available_at desc, a.id desc limit 1) as last_at,
@@ -364,7 +368,7 @@ begin
           where r.status = 'running' and r.kind = choose_keyed_jobs.kind and r.concurrency_key = at_key
           limit key_places
         ) r)
-      - (select count(*) from unnest(keys) u where u = at_key);
+      - (select count(*) from unnest(used || keys) u where u = at_key);
     if places > 0 then
       select coalesce(array_agg(p.id), '{}') as ids, coalesce(array_agg(p.id) filter (where p.suspect), '{}') as suspects
       into chunk
@@ -384,6 +388,7 @@ begin
         limit least(places, max_jobs - (cardinality(ids) - cardinality(suspects)))
       ) p;
       ids := ids || chunk.ids;
+      keys := keys || array_fill(at_key, array[cardinality(chunk.ids)]);
       suspects := suspects || chunk.suspects;
       exit when cardinality(ids) - cardinality(suspects) >= max_jobs;
     end if;
@@ -457,9 +462,10 @@ begin
       update private.turns t set at = chosen.at_key where t.kind = pick_jobs.kind;
     end if;
     got := array(
-      select j.id from public.jobs j
-      where j.id = any (chosen.ids) and j.status = 'pending' and j.available_at <= due and j.concurrency_key is not null
-      for no key update skip locked
+      select j.id from unnest(chosen.ids, chosen.keys) c(id, key)
+      join public.jobs j on j.id = c.id and j.concurrency_key = c.key
+      where j.status = 'pending' and j.kind = pick_jobs.kind and j.available_at <= due
+      for no key update of j skip locked
     );
     keyed := keyed || got;
     keyed_suspects := keyed_suspects || array(select g from unnest(got) g where g = any (chosen.suspects));
