@@ -237,8 +237,7 @@ begin
       select o.* from public.jobs o
       where o.kind = e ->> 'kind' and o.status = 'dead' and o.last_error like 'unknown_kind:%'
         and o.last_error = 'unknown_kind: ' || o.kind and o.finished_at > (select clock_timestamp()) - interval '1 day'
-      limit 1000
-      for no key update skip locked
+      limit 1000 for no key update skip locked
     ) d
   ));
 

@@ -212,8 +212,7 @@ begin
         from unnest(ids) with ordinality i(id, n)
         join lateral (select given[i.n] as new) n on true
       ) g
-      where (g.new).dedupe_key is null or g.nth = 1
-      order by (g.new).kind, (g.new).dedupe_key, g.id
+      where (g.new).dedupe_key is null or g.nth = 1 order by (g.new).kind, (g.new).dedupe_key, g.id
       on conflict do nothing
       returning id
     )

@@ -215,8 +215,7 @@ begin
       from public.jobs j
       where j.status = 'pending' and j.concurrency_key is null and j.kind = pick_plain_jobs.kind and j.priority = level
         and j.available_at >= since and j.available_at <= due and j.id <> all (taken)
-      order by j.available_at, j.id
-      limit max_jobs - cardinality(ids)
+      order by j.available_at, j.id limit max_jobs - cardinality(ids)
       for no key update skip locked
     ) p;
     ids := ids || picked.ids;
@@ -244,8 +243,7 @@ begin
         where j.status = 'pending' and j.concurrency_key is null and j.kind = pick_plain_jobs.kind and j.priority = level
           and j.available_at >= since and j.available_at <= due and j.id <> all (taken || ids)
           and (j.attempts + 2 >= coalesce(j.max_attempts, most) and j.last_error like 'lease expired:%') is not true
-        order by j.available_at, j.id
-        limit cardinality(picked.suspects)
+        order by j.available_at, j.id limit cardinality(picked.suspects)
         for no key update skip locked
       );
     end if;
@@ -286,13 +284,11 @@ begin
     if lowest_first then
       select j.priority into level from public.jobs j
       where j.status = 'pending' and j.concurrency_key is not null and j.kind = choose_keyed_jobs.kind and j.priority > level
-      order by j.priority, j.available_at desc, j.id desc
-      limit 1;
+      order by j.priority, j.available_at desc, j.id desc limit 1;
     else
       select j.priority into level from public.jobs j
       where j.status = 'pending' and j.concurrency_key is not null and j.kind = choose_keyed_jobs.kind and j.priority < level
-      order by j.priority desc, j.available_at, j.id
-      limit 1;
+      order by j.priority desc, j.available_at, j.id limit 1;
     end if;
     if not found then
       return;
@@ -306,8 +302,7 @@ begin
         from public.jobs j
         where j.status = 'pending' and j.concurrency_key is not null and j.kind = choose_keyed_jobs.kind
           and j.priority = level and j.available_at <= due and (j.available_at, j.id) > (last_at, last_id)
-        order by j.available_at, j.id
-        limit greatest(2 * max_jobs, 20)
+        order by j.available_at, j.id limit greatest(2 * max_jobs, 20)
       ), open as (
         select k.key, key_places
           - (select count(*) from (
@@ -353,8 +348,7 @@ begin
     select j.concurrency_key into at_key from public.jobs j
     where j.status = 'pending' and j.concurrency_key is not null and j.kind = choose_keyed_jobs.kind
       and j.concurrency_key > at_key
-    order by j.concurrency_key, j.priority desc, j.available_at, j.id
-    limit 1;
+    order by j.concurrency_key, j.priority desc, j.available_at, j.id limit 1;
     if not found then
       exit when wrapped;
       wrapped := true;
@@ -365,8 +359,7 @@ begin
     places := key_places
       - (select count(*) from (
           select from public.jobs r
-          where r.status = 'running' and r.kind = choose_keyed_jobs.kind and r.concurrency_key = at_key
-          limit key_places
+          where r.status = 'running' and r.kind = choose_keyed_jobs.kind and r.concurrency_key = at_key limit key_places
         ) r)
       - (select count(*) from unnest(used || keys) u where u = at_key);
     if places > 0 then
@@ -381,8 +374,7 @@ begin
             select l.priority from public.jobs l
             where l.status = 'pending' and l.concurrency_key is not null and l.kind = choose_keyed_jobs.kind
               and l.concurrency_key = at_key
-            order by l.priority, l.available_at desc, l.id desc
-            limit 1
+            order by l.priority, l.available_at desc, l.id desc limit 1
           ) end
         order by j.priority desc, j.available_at, j.id
         limit least(places, max_jobs - (cardinality(ids) - cardinality(suspects)))
@@ -464,8 +456,7 @@ begin
     got := array(
       select j.id from unnest(chosen.ids, chosen.keys) c(id, key)
       join public.jobs j on j.id = c.id and j.concurrency_key = c.key
-      where j.status = 'pending' and j.kind = pick_jobs.kind and j.available_at <= due
-      for no key update of j skip locked
+      where j.status = 'pending' and j.kind = pick_jobs.kind and j.available_at <= due for no key update of j skip locked
     );
     keyed := keyed || got;
     keyed_suspects := keyed_suspects || array(select g from unnest(got) g where g = any (chosen.suspects));
@@ -478,8 +469,7 @@ begin
     ids := array(
       select j.id from public.jobs j
       where j.id = any (ids || keyed) and j.id <> all (suspects)
-      order by case when lowest_first then j.priority else -j.priority end, j.available_at, j.id
-      limit places
+      order by case when lowest_first then j.priority else -j.priority end, j.available_at, j.id limit places
     ) || suspects;
   elsif cardinality(keyed) > 0 then
     ids := keyed;

@@ -56,8 +56,7 @@ begin
       where j.id = (
         select o.id from public.jobs n
         join public.jobs o on o.kind = n.kind and o.dedupe_key = n.dedupe_key and o.status = 'pending' and o.id < n.id
-        where n.id = job.id and n.status = 'running'
-        for no key update of o skip locked
+        where n.id = job.id and n.status = 'running' for no key update of o skip locked
       );
       update public.jobs j
       set status = 'pending', attempts = job.attempts, available_at = job.available_at, last_error = job.last_error,
@@ -164,8 +163,7 @@ begin
       from jsonb_array_elements(failures) e
       join public.jobs h on h.id = (e.value ->> 'id')::uuid and h.lease_token = (e.value ->> 'lease_token')::int
         and h.lease_expires_at is not null
-      order by h.id
-      for no key update of h
+      order by h.id for no key update of h
     ) held
     left join public.job_kinds k on k.kind = held.kind
     -- It has failed before, and was left to the rescue.
@@ -233,8 +231,7 @@ begin
     from jsonb_array_elements(releases) e
     join public.jobs j on j.id = (e.value ->> 'id')::uuid and j.lease_token = (e.value ->> 'lease_token')::int
       and j.lease_expires_at is not null
-    order by j.id
-    for no key update of j
+    order by j.id for no key update of j
   )) r
   where r.status <> 'running';
 end $$;
@@ -280,8 +277,7 @@ language sql set search_path = pg_catalog, pg_temp as $$
     exists (select from public.job_failures x where x.job_id = j.id and x.lease_token = j.lease_token) as reported
     from public.jobs j
     where j.status = 'running' and j.lease_expires_at < (select clock_timestamp())
-    order by j.lease_expires_at
-    limit greatest(1, least(rescue_expired_jobs.max_jobs, 10000))
+    order by j.lease_expires_at limit greatest(1, least(rescue_expired_jobs.max_jobs, 10000))
     for no key update skip locked
   ), failed as (
     select f.id from public.fail_jobs((
@@ -303,8 +299,7 @@ language sql set search_path = pg_catalog, pg_temp as $$
   delete from private.lost_attempts l
   where l.ctid = any (array(
     select t.ctid from private.lost_attempts t
-    order by t.lost_at
-    limit greatest(1, least(take_lost_attempts.max_attempts, 1000))
+    order by t.lost_at limit greatest(1, least(take_lost_attempts.max_attempts, 1000))
     for update skip locked
   ))
   returning l.job_id, l.kind, l.attempt, l.error

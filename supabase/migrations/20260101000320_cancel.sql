@@ -14,8 +14,7 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off se
   from (
     select h.id from unnest(cancel_jobs.ids) i join public.jobs h on h.id = i
     where h.status in ('pending', 'running')
-    order by h.id
-    for no key update of h
+    order by h.id for no key update of h
   ) c
   where j.id = c.id
   returning j.id
@@ -41,16 +40,13 @@ begin
     chosen := array(
       select d.id from public.jobs d
       where d.status = 'dead' and d.finished_at is not null and (retry_jobs.kind is null or d.kind = retry_jobs.kind)
-      order by d.finished_at
-      limit retry_jobs.max_jobs
+      order by d.finished_at limit retry_jobs.max_jobs
     );
   end if;
   chosen := array(
     select j.id from public.jobs j
     where j.id = any (chosen) and j.status in ('dead', 'cancelled') and (retry_jobs.kind is null or j.kind = retry_jobs.kind)
-    order by j.id
-    limit retry_jobs.max_jobs
-    for no key update
+    order by j.id limit retry_jobs.max_jobs for no key update
   );
   return query
   select r.id
