@@ -119,8 +119,9 @@ create unique index jobs_dedupe on public.jobs (kind, dedupe_key)
   where dedupe_key is not null
     and (status = 'pending' or dedupe = 'once' or (dedupe = 'active' and status = 'running'));
 
--- For statistics: what waits for a retry (true) or for its time. For statistics and the purge: what has ended.
-create index jobs_later on public.jobs (kind, (attempts > 0), available_at)
+-- For statistics: what waits for a retry (true) or for its time; attempts is there so that the table need not be read. For
+-- statistics and the purge: what has ended.
+create index jobs_later on public.jobs (kind, (attempts > 0), available_at) include (attempts)
   where status = 'pending' and (attempts > 0 or available_at > created_at);
 create index jobs_finished on public.jobs (kind, status, finished_at) where finished_at is not null;
 

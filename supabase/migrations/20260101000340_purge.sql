@@ -4,47 +4,74 @@
 -- keep_cancelled (7 days), counted from finished_at. Its failures go with it. The tick deletes 10,000 every ten seconds at
 -- most; what somebody keeps locked is left for the next time.
 
--- Deletes up to `max_jobs` jobs whose time is over, and returns how many.
-create function public.purge_jobs(max_jobs int default 10000) returns int
-language plpgsql set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set jit = off as $$
+-- All kinds that have settings or jobs, in their order: one probe into each index for each.
+create function private.known_kinds() returns setof text
+language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
-  at_kind text := '';
+  at text := '';
+begin
+  loop
+    at := least(
+      private.next_kind(at),
+      (select k.kind from public.job_kinds k where k.kind > at order by k.kind limit 1),
+      (select j.kind from public.jobs j where j.status = 'running' and j.kind > at order by j.kind limit 1),
+      (select j.kind from public.jobs j where j.finished_at is not null and j.kind > at order by j.kind limit 1)
+    );
+    exit when at is null;
+    return next at;
+  end loop;
+end $$;
+
+-- Since when the jobs of a kind must have ended to stay, by their status.
+create function private.keep_since(kind text) returns table (status text, since timestamptz)
+language sql set search_path = pg_catalog, pg_temp as $$
+  -- Postgres before 17 has no time that lies an endless interval back.
+  select s.status, clock_timestamp() - least(s.keep, interval '1000 years')
+  from (select) one
+  left join public.job_kinds k on k.kind = keep_since.kind
+  cross join lateral (values
+    ('succeeded', coalesce(k.keep_succeeded, interval '7 days')),
+    ('dead', coalesce(k.keep_dead, interval '30 days')),
+    ('cancelled', coalesce(k.keep_cancelled, interval '7 days'))
+  ) s(status, keep)
+$$;
+
+-- Deletes up to `max_jobs` jobs whose time is over, and returns how many. Kinds come in an order that changes, so that one
+-- with many leaves the others their turn. What cannot be deleted, such as jobs that a table of the app refers to, stops
+-- only those of its kind and status, with a warning: see private.check_purge.
+create function public.purge_jobs(max_jobs int default 10000) returns int
+language plpgsql set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set jit = off set lock_timeout = '1s' as $$
+declare
   ended record;
   deleted int;
   total int := 0;
 begin
+  for ended in
+    select k.kind, s.status, s.since from private.known_kinds() k(kind) cross join lateral private.keep_since(k.kind) s
+    order by random()
   loop
-    select j.kind into at_kind from public.jobs j
-    where j.finished_at is not null and j.kind > at_kind
-    order by j.kind, j.status, j.finished_at
-    limit 1;
-    exit when not found;
-    for ended in
-      select s.status, clock_timestamp() - s.keep as before
-      from (select 1) one
-      left join public.job_kinds k on k.kind = at_kind
-      cross join lateral (values
-        ('succeeded', coalesce(k.keep_succeeded, interval '7 days')),
-        ('dead', coalesce(k.keep_dead, interval '30 days')),
-        ('cancelled', coalesce(k.keep_cancelled, interval '7 days'))
-      ) s(status, keep)
-    loop
+    exit when total >= purge_jobs.max_jobs;
+    begin
       delete from public.jobs d
       where d.id = any (array(
         select j.id from public.jobs j
-        where j.kind = at_kind and j.status = ended.status and j.finished_at < ended.before
+        where j.kind = ended.kind and j.status = ended.status and j.finished_at < ended.since
         order by j.finished_at
-        limit greatest(purge_jobs.max_jobs, 0) - total
+        limit purge_jobs.max_jobs - total
         for update skip locked
       ));
       get diagnostics deleted = row_count;
       total := total + deleted;
-    end loop;
+    exception
+      when lock_not_available then return total; -- once is enough: the tick must get on
+      when others then raise warning 'purge_jobs: % jobs of kind % stay: %', ended.status, ended.kind, sqlerrm;
+    end;
+    -- Those of a kind that is claimed are deleted by its claims, as soon as they do not count.
+    delete from private.starts s where s.kind = ended.kind and s.at < clock_timestamp() - interval '31 days';
   end loop;
-  delete from private.starts s where s.at < clock_timestamp() - interval '31 days';
   return total;
 end $$;
 
-revoke all on function public.purge_jobs from public, anon, authenticated;
-grant execute on function public.purge_jobs to service_role;
+revoke all on function private.known_kinds, private.keep_since, public.purge_jobs from public, anon, authenticated;
+grant execute on function private.known_kinds, private.keep_since, public.purge_jobs to service_role;

@@ -154,8 +154,8 @@ create trigger wake_again after update on public.jobs
     new.status = 'pending' and (old.status not in ('pending', 'running') or new.available_at < old.available_at)
   ) execute function private.wake();
 
--- How many jobs of one kind are due, without and with a concurrency key, each counted to `max_jobs`, and since when the
--- oldest: one step through the indexes for each priority that waits.
+-- How many jobs of one kind are due, without and with a concurrency key, each counted to `max_jobs` at least, and since when
+-- the oldest: one step through the indexes for each priority that waits.
 create function private.count_due_jobs(kind text, max_jobs int, out plain int, out keyed int, out oldest timestamptz)
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
@@ -177,18 +177,18 @@ begin
         order by j.priority desc, j.available_at, j.id limit 1
       )
     );
-    exit when level is null or plain + keyed >= 2 * max_jobs;
+    exit when level is null;
     select count(*)::int as jobs, min(d.available_at) as oldest into found_plain from (
       select j.available_at from public.jobs j
       where j.status = 'pending' and j.concurrency_key is null and j.kind = count_due_jobs.kind and j.priority = level
         and j.available_at <= (select clock_timestamp())
-      order by j.available_at, j.id limit max_jobs - plain
+      order by j.available_at, j.id limit greatest(max_jobs - plain, 1)
     ) d;
     select count(*)::int as jobs, min(d.available_at) as oldest into found_keyed from (
       select j.available_at from public.jobs j
       where j.status = 'pending' and j.concurrency_key is not null and j.kind = count_due_jobs.kind and j.priority = level
         and j.available_at <= (select clock_timestamp())
-      order by j.available_at, j.id limit max_jobs - keyed
+      order by j.available_at, j.id limit greatest(max_jobs - keyed, 1)
     ) d;
     plain := plain + found_plain.jobs;
     keyed := keyed + found_keyed.jobs;
@@ -254,21 +254,22 @@ end $$;
 -- The tick: rescues what expired, purges, and pokes as many workers as the ready jobs call for: one per 100, at most 5 at work,
 -- and one more when jobs were rescued, or one has been ready for a second.
 -- Raises 55000 while something is not set up, so that cron's history shows it. An error undoes a whole run: one that has
--- rescued jobs keeps them and is silent, and the next, with nothing to rescue, says what is wrong.
+-- rescued or purged jobs keeps that and is silent, and the next, with nothing to do, says what is wrong.
 create function private.tick() returns void
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 set lock_timeout = '5s' as $$
 declare
   rescued int;
+  purged int := 0;
   ready record;
   wanted int;
   at_work int;
 begin
   rescued := public.rescue_expired_jobs(1000);
   begin
-    perform public.purge_jobs();
+    purged := public.purge_jobs();
   exception when others then
-    -- Such as a table of the app that refers to jobs. Nothing else waits for it; job_dispatch_health() shows it.
+    -- Nothing else waits for it; job_dispatch_health() shows it.
     raise warning 'tick: purge_jobs: %', sqlerrm;
   end;
   begin
@@ -301,7 +302,7 @@ begin
       end loop;
     end if;
   exception when others then
-    if rescued = 0 then
+    if rescued + purged = 0 then
       raise;
     end if;
   end;
@@ -596,9 +597,31 @@ begin
     'Deploy the functions that know them: the first worker that does puts those jobs back. If the kind is a slip, delete them.' end;
 end $$;
 
+-- Jobs that the purge should have deleted an hour ago.
+create function private.check_purge(out ok boolean, out detail text, out todo text)
+language plpgsql set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set jit = off as $$
+declare
+  late text;
+  referring text;
+begin
+  select string_agg(format('%s (%s)', k.kind, s.status), ', ') into late
+  from private.known_kinds() k(kind) cross join lateral private.keep_since(k.kind) s
+  cross join lateral (
+    select from public.jobs j
+    where j.kind = k.kind and j.status = s.status and j.finished_at < s.since - interval '1 hour' limit 1
+  ) j;
+  ok := late is null;
+  detail := case when ok then 'none is late' else 'should be deleted since an hour or more: ' || left(late, 300) end;
+  select string_agg(c.conrelid::regclass::text, ', ') into referring from pg_catalog.pg_constraint c
+  where c.confrelid = 'public.jobs'::regclass and c.confdeltype in ('a', 'r');
+  todo := case when not ok then 'The tick deletes 10,000 every ten seconds; what stops it is a warning in the log of Postgres.'
+    || coalesce(format(' Jobs that these refer to stay, for want of on delete cascade or set null: %s.', referring), '') end;
+end $$;
+
 revoke all on function private.check_extensions, private.check_project_url, private.check_cron_secret,
   private.check_tick, private.try_worker, private.check_worker, private.check_ready_jobs, private.check_leases,
-  private.check_kinds from public, anon, authenticated, service_role;
+  private.check_kinds, private.check_purge from public, anon, authenticated, service_role;
 
 -- Whether jobs get started, one row for each thing that must hold: what it is, whether it holds (null: not known yet), what
 -- was seen, and what to do. Secrets are not shown. Asks the worker: see private.try_worker. Never fails, and waits for no
@@ -608,7 +631,7 @@ language plpgsql security definer set search_path = pg_catalog, pg_temp
 set lock_timeout = '500ms' set timezone = 'UTC' set datestyle = 'ISO' as $$
 begin
   foreach item in array array[
-    'extensions', 'project_url', 'cron_secret', 'tick', 'worker', 'ready jobs', 'leases', 'kinds'
+    'extensions', 'project_url', 'cron_secret', 'tick', 'worker', 'ready jobs', 'leases', 'kinds', 'purge'
   ] loop
     begin
       case item
@@ -620,6 +643,7 @@ begin
         when 'ready jobs' then select c.* into ok, detail, todo from private.check_ready_jobs() c;
         when 'leases' then select c.* into ok, detail, todo from private.check_leases() c;
         when 'kinds' then select c.* into ok, detail, todo from private.check_kinds() c;
+        when 'purge' then select c.* into ok, detail, todo from private.check_purge() c;
       end case;
     exception when others then
       ok := null;

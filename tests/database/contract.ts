@@ -115,6 +115,8 @@ export async function useContract(api: Api): Promise<void> {
   await api.insert("jobs", [{ kind: "keyed", concurrency_key: "a" }]);
   await api.insert("job_kinds", [{ kind: "keyed", concurrency: 1, rate_limit: 2 }]);
   assert.equal((await api.call("claim_jobs", { worker: "w", kinds: ["keyed"] })).length, 1);
+  assert.equal((await api.call("job_stats", { kinds: ["keyed", "test"] })).length, 2);
+  assert.equal((await api.read("job_health", "kind", "keyed")).length, 1);
   assert.deepEqual(await api.call("purge_jobs"), [0]);
   await api.call("disable_dispatch");
   await api.call("enable_dispatch");

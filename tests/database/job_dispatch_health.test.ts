@@ -85,6 +85,7 @@ Deno.test("when all is set up and runs, every item holds and nothing is to be do
     "ready jobs",
     "leases",
     "kinds",
+    "purge",
   ]);
   for (const [name, { ok, detail, todo }] of Object.entries(items)) {
     assert.deepEqual([ok, todo], [true, null], `${name}: ${detail}`);
@@ -417,7 +418,7 @@ Deno.test("whatever the session's time zone and date style, times are UTC and th
 Deno.test("service_role may ask, although it may read none of what is asked", async () => {
   const api = db.connect("authenticator", { max: 1 });
   await api`set role service_role`;
-  assert.equal((await api`select * from job_dispatch_health()`).length, 8);
+  assert.equal((await api`select * from job_dispatch_health()`).length, 9);
   await assert.rejects(api`select * from private.pokes`, { code: "42501" });
   assert.ok(only(await api`select current_user as role`).role === "service_role");
 });
