@@ -119,11 +119,11 @@ create unique index jobs_dedupe on public.jobs (kind, dedupe_key)
   where dedupe_key is not null
     and (status = 'pending' or dedupe = 'once' or (dedupe = 'active' and status = 'running'));
 
--- For statistics: what waits for a retry (true) or for its time; attempts is there so that the table need not be read. For
--- statistics and the purge: what has ended.
+-- For statistics: what waits for a retry (true) or for its time. For statistics and the purge: what has ended. What is
+-- included spares reading the table.
 create index jobs_later on public.jobs (kind, (attempts > 0), available_at) include (attempts)
   where status = 'pending' and (attempts > 0 or available_at > created_at);
-create index jobs_finished on public.jobs (kind, status, finished_at) where finished_at is not null;
+create index jobs_finished on public.jobs (kind, status, finished_at) include (locked_at) where finished_at is not null;
 
 -- What died because its worker did not know the kind: see declare_job_kinds.
 create index jobs_unknown_kinds on public.jobs (kind, finished_at) where status = 'dead' and last_error like 'unknown_kind:%';

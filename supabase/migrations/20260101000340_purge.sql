@@ -36,9 +36,9 @@ language sql set search_path = pg_catalog, pg_temp as $$
   ) s(status, keep)
 $$;
 
--- Deletes up to `max_jobs` jobs whose time is over, and returns how many. Kinds come in an order that changes, so that one
--- with many leaves the others their turn. What cannot be deleted, such as jobs that a table of the app refers to, stops
--- only those of its kind and status, with a warning: see private.check_purge.
+-- Deletes up to `max_jobs` jobs whose time is over, and returns how many; and starts that no rate counts any more. Kinds come
+-- in an order that changes, so that one with many leaves the others their turn. What cannot be deleted, such as jobs that a
+-- table of the app refers to, stops only those of its kind and status, with a warning: see private.check_purge.
 create function public.purge_jobs(max_jobs int default 10000) returns int
 language plpgsql set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set jit = off set lock_timeout = '1s' as $$
@@ -53,6 +53,8 @@ begin
   loop
     exit when total >= purge_jobs.max_jobs;
     begin
+      -- Of a kind that is claimed its claims delete them.
+      delete from private.starts s where s.kind = ended.kind and s.at < clock_timestamp() - interval '31 days';
       delete from public.jobs d
       where d.id = any (array(
         select j.id from public.jobs j
@@ -67,8 +69,6 @@ begin
       when lock_not_available then return total; -- once is enough: the tick must get on
       when others then raise warning 'purge_jobs: % jobs of kind % stay: %', ended.status, ended.kind, sqlerrm;
     end;
-    -- Those of a kind that is claimed are deleted by its claims, as soon as they do not count.
-    delete from private.starts s where s.kind = ended.kind and s.at < clock_timestamp() - interval '31 days';
   end loop;
   return total;
 end $$;

@@ -260,18 +260,13 @@ language plpgsql security definer set search_path = pg_catalog, pg_temp
 set lock_timeout = '5s' as $$
 declare
   rescued int;
-  purged int := 0;
+  purged int;
   ready record;
   wanted int;
   at_work int;
 begin
   rescued := public.rescue_expired_jobs(1000);
-  begin
-    purged := public.purge_jobs();
-  exception when others then
-    -- Nothing else waits for it; job_dispatch_health() shows it.
-    raise warning 'tick: purge_jobs: %', sqlerrm;
-  end;
+  purged := public.purge_jobs();
   begin
     perform private.worker_endpoint();
     delete from private.awake_workers w where w.awake_until < clock_timestamp() - interval '1 minute';
@@ -608,8 +603,7 @@ begin
   select string_agg(format('%s (%s)', k.kind, s.status), ', ') into late
   from private.known_kinds() k(kind) cross join lateral private.keep_since(k.kind) s
   cross join lateral (
-    select from public.jobs j
-    where j.kind = k.kind and j.status = s.status and j.finished_at < s.since - interval '1 hour' limit 1
+    select from public.jobs j where j.kind = k.kind and j.status = s.status and j.finished_at < s.since - interval '1 hour' limit 1
   ) j;
   ok := late is null;
   detail := case when ok then 'none is late' else 'should be deleted since an hour or more: ' || left(late, 300) end;

@@ -37,47 +37,36 @@ begin
     at := clock_timestamp();
     select * into due from private.count_due_jobs(kind, 10001);
     ready := private.count_text(due.plain + due.keyed);
-    oldest_ready_age := at - due.oldest;
+    oldest_ready_age := clock_timestamp() - due.oldest;
     delayed := private.count_text((select count(*) from (
-      select from public.jobs j
-      where j.kind = kind and (j.attempts > 0) is false and j.available_at > at and j.status = 'pending'
-        and (j.attempts > 0 or j.available_at > j.created_at) -- the index's own condition
-      limit 10001
-    ) c));
+      select from public.jobs j where j.kind = kind and j.status = 'pending' and (j.attempts > 0) is false
+        and j.available_at > at and (j.attempts > 0 or j.available_at > j.created_at) limit 10001) c)); -- as jobs_later has it
     retrying := private.count_text((select count(*) from (
       select from public.jobs j
-      where j.kind = kind and j.attempts > 0 and j.available_at > at and j.status = 'pending' limit 10001
-    ) c));
+      where j.kind = kind and j.status = 'pending' and j.attempts > 0 and j.available_at > at limit 10001) c));
     running := private.count_text((select count(*) from (
-      select from public.jobs j where j.kind = kind and j.status = 'running' limit 10001
-    ) c));
+      select from public.jobs j where j.kind = kind and j.status = 'running' limit 10001) c));
     dead := private.count_text((select count(*) from (
-      select from public.jobs j where j.kind = kind and j.status = 'dead' and j.finished_at is not null limit 10001
-    ) c));
+      select from public.jobs j where j.kind = kind and j.status = 'dead' and j.finished_at is not null limit 10001) c));
     succeeded_last_hour := private.count_text((select count(*) from (
       select from public.jobs j
-      where j.kind = kind and j.status = 'succeeded' and j.finished_at > at - interval '1 hour' limit 10001
-    ) c));
+      where j.kind = kind and j.status = 'succeeded' and j.finished_at > at - interval '1 hour' limit 10001) c));
     failed_last_hour := private.count_text((select count(*) from (
-      select from public.job_failures f where f.kind = kind and f.failed_at > at - interval '1 hour' limit 10001
-    ) c));
+      select from public.job_failures f where f.kind = kind and f.failed_at > at - interval '1 hour' limit 10001) c));
     select percentile_cont(array[0.5, 0.95]) within group (order by r.took) into run_times from (
       select j.finished_at - j.locked_at as took from public.jobs j
-      where j.kind = kind and j.status = 'succeeded' and j.finished_at is not null
-      order by j.finished_at desc limit 1000
+      where j.kind = kind and j.status = 'succeeded' and j.finished_at is not null order by j.finished_at desc limit 1000
     ) r;
     median_run_time := run_times[1];
     p95_run_time := run_times[2];
     paused := exists (select from public.job_kinds k where k.kind = kind and k.paused);
-    limited := not paused and due.plain + due.keyed > 0
-      and (select r.ready = 0 from private.count_ready_jobs(kind, 1) r);
+    limited := not paused and due.plain + due.keyed > 0 and (select r.ready = 0 from private.count_ready_jobs(kind, 1) r);
     return next;
   end loop;
 end $$;
 
 -- The same as a view, to look at in the SQL editor or over REST.
 create view public.job_health with (security_invoker = true) as select * from public.job_stats();
-
 revoke all on public.job_health from public, anon, authenticated;
 grant select on public.job_health to service_role;
 revoke all on function private.count_text, public.job_stats from public, anon, authenticated;

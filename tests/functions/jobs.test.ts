@@ -3,7 +3,7 @@ import { join } from "node:path";
 import type postgres from "postgres";
 import { type Gateway, startGateway } from "../../scripts/local/gateway.ts";
 import { makeKeys } from "../../scripts/local/keys.ts";
-import { enqueueJob, JobError } from "../../supabase/functions/_shared/jobs.ts";
+import { enqueueJob, JobError, jobStats } from "../../supabase/functions/_shared/jobs.ts";
 import { createDatabase, projectDir, type TestDatabase } from "../support.ts";
 
 /** enqueueJob as an app's functions call it, with the kinds of the app as it is shipped, through REST. */
@@ -213,4 +213,35 @@ Deno.test("what is not configured is named", async () => {
   assert(!noJson.message?.includes(keys.secretKey));
   assert.equal(unreachable.code, "unreachable");
   assert.match(unreachable.message ?? "", /enqueue_job: .*Check SUPABASE_URL/);
+});
+
+Deno.test("jobStats gives counts as text and times in seconds", async () => {
+  await sql`
+    insert into jobs (kind, status, available_at, locked_at, finished_at) values
+      ('counted', 'pending', now() - interval '2 days 03:00:05', null, null),
+      ('counted', 'succeeded', now(), now() - interval '61.5 s', now())`;
+  await sql`insert into job_kinds (kind, paused) values ('counted', true)`;
+  const [stats, none] = await jobStats(["counted", "nothing"]);
+  assert.ok(stats && none);
+  const { oldestReadyAge, ...rest } = stats;
+  assert.ok(
+    oldestReadyAge !== null && oldestReadyAge >= 183_605 && oldestReadyAge < 183_635,
+    `${oldestReadyAge}`,
+  );
+  assert.deepEqual(rest, {
+    kind: "counted",
+    ready: "1",
+    delayed: "0",
+    retrying: "0",
+    running: "0",
+    dead: "0",
+    succeededLastHour: "1",
+    failedLastHour: "0",
+    medianRunTime: 61.5,
+    p95RunTime: 61.5,
+    paused: true,
+    limited: false,
+  });
+  assert.equal(none.oldestReadyAge, null);
+  assert.deepEqual((await jobStats()).filter(({ kind }) => kind === "counted").length, 1);
 });

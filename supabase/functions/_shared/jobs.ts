@@ -18,6 +18,7 @@ export {
   extendJobs,
   failJob,
   failJobs,
+  jobStats,
   releaseJobs,
   rescueExpiredJobs,
   takeLostAttempts,

@@ -182,6 +182,33 @@ export async function declareJobKinds(kinds: KindDeclarations): Promise<Map<stri
   return new Map(z.array(kindSettings).parse(rows).map((row) => [row.kind, row.timeout_ms]));
 }
 
+/** An interval as Postgres prints it, such as "1 day 02:03:04.5", in seconds. */
+const interval = z.string().regex(/^(-?\d+ days? ?)?([-\d:.]+)?$/).transform((text) => {
+  const [, days, time = "0"] = /^(?:(-?\d+) days? ?)?(.+)?$/.exec(text) ?? [];
+  return Number(days ?? 0) * 86_400 + time.split(":").reduce((sum, part) => sum * 60 + Number(part), 0);
+}).nullable();
+
+const count = z.string();
+const kindStats = z.object({ kind: z.string(), paused: z.boolean(), limited: z.boolean() })
+  .extend({ ready: count, delayed: count, retrying: count, running: count, dead: count })
+  .extend({ succeeded_last_hour: count, failed_last_hour: count })
+  .extend({ oldest_ready_age: interval, median_run_time: interval, p95_run_time: interval })
+  .transform((
+    { succeeded_last_hour, failed_last_hour, oldest_ready_age, median_run_time, p95_run_time, ...row },
+  ) => ({
+    ...row,
+    succeededLastHour: succeeded_last_hour,
+    failedLastHour: failed_last_hour,
+    oldestReadyAge: oldest_ready_age,
+    medianRunTime: median_run_time,
+    p95RunTime: p95_run_time,
+  }));
+
+/** What waits, runs and has ended, for each of these kinds or for all. Counts are exact to "10000", then "10000+". */
+export async function jobStats(kinds?: string[]): Promise<z.output<typeof kindStats>[]> {
+  return z.array(kindStats).parse(await callDatabase("job_stats", { kinds }));
+}
+
 /** As Postgres reads an interval. What is no number of seconds from 0 to ten years becomes the nearest that is. */
 function seconds(value: number): string {
   const bounded = Math.min(Math.max(Number.isNaN(value) ? 0 : value, 0), 315_360_000);
