@@ -3,7 +3,8 @@
 -- Every function here but the rescue names the lease token that the claim gave. A token that no longer holds changes nothing, and the
 -- answer says so: the id is missing from it, or it is false or null. That makes a settle call safe to repeat when its
 -- answer was lost. Rows are found by id and token alone: a condition on the status would let the planner walk the dead
--- part of a partial index (measured: 87 ms).
+-- part of a partial index (measured: 87 ms). By `id = any (array)`, and joined by hash what that has found: a join with the
+-- argument alone becomes a walk over the whole primary key while the statistics say that the table is small.
 --
 -- Rows are locked in the order of their ids, so that two calls over the same jobs cannot deadlock. A row that somebody else
 -- keeps locked is waited for one second (55P03): the caller then settles the others without it.
@@ -20,7 +21,7 @@ create type private.requeued_job as (id uuid, available_at timestamptz, attempts
 -- to the rescue; what it was, when it had ended before and its key is held.
 create function private.requeue_jobs(given private.requeued_job[]) returns table (id uuid, status text)
 language plpgsql set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off set lock_timeout = '300ms' as $$
+set enable_nestloop = off set enable_mergejoin = off set enable_seqscan = off set enable_bitmapscan = off set jit = off set lock_timeout = '300ms' as $$
 #variable_conflict use_column
 declare
   patient_until constant timestamptz := clock_timestamp() + interval '500 milliseconds';
@@ -28,6 +29,7 @@ declare
   note text;
   done uuid[];
   job private.requeued_job;
+  taken record;
 begin
   begin
     with back as (
@@ -35,7 +37,7 @@ begin
       set status = 'pending', attempts = g.attempts, available_at = g.available_at, last_error = g.last_error,
         lease_token = j.lease_token + 1, lease_expires_at = null, finished_at = null, updated_at = clock_timestamp()
       from unnest(given) g
-      where j.id = g.id
+      where j.id = any (array(select i.id from unnest(given) i)) and j.id = g.id
       returning j.id
     )
     select array_agg(b.id) into done from back b;
@@ -50,13 +52,14 @@ begin
     id := job.id;
     perform set_config('lock_timeout', case when clock_timestamp() < patient_until then '50ms' else '1ms' end, true);
     begin
+      select j.kind, j.dedupe_key, j.status = 'running' as running into taken from public.jobs j where j.id = job.id;
       update public.jobs j
       set status = 'cancelled', finished_at = clock_timestamp(), updated_at = clock_timestamp(),
         last_error = concat_ws(E'\n', j.last_error, superseded)
-      where j.id = (
-        select o.id from public.jobs n
-        join public.jobs o on o.kind = n.kind and o.dedupe_key = n.dedupe_key and o.status = 'pending' and o.id < n.id
-        where n.id = job.id and n.status = 'running' for no key update of o skip locked
+      where taken.running and j.id = (
+        select o.id from public.jobs o
+        where o.kind = taken.kind and o.dedupe_key = taken.dedupe_key and o.status = 'pending' and o.id < job.id
+        for no key update skip locked
       );
       update public.jobs j
       set status = 'pending', attempts = job.attempts, available_at = job.available_at, last_error = job.last_error,
@@ -88,7 +91,11 @@ end $$;
 -- 4 MB is cut: {"cut": its first 10,000 characters, "characters": how many it had}.
 create function public.complete_jobs(completions jsonb) returns setof uuid
 language sql set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off set lock_timeout = '1s' as $$
+set enable_nestloop = off set enable_mergejoin = off set enable_seqscan = off set enable_bitmapscan = off set jit = off set lock_timeout = '1s' as $$
+  with c as materialized (
+    select (e ->> 'id')::uuid as id, (e ->> 'lease_token')::int as lease_token, e -> 'result' as result
+    from jsonb_array_elements(completions) e order by 1
+  )
   update public.jobs j
   set status = 'succeeded',
     lease_token = j.lease_token + 1,
@@ -99,12 +106,9 @@ set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off se
     end,
     finished_at = clock_timestamp(),
     updated_at = clock_timestamp()
-  from (
-    select (e ->> 'id')::uuid as id, (e ->> 'lease_token')::int as lease_token, e -> 'result' as result
-    from jsonb_array_elements(completions) e
-    order by 1
-  ) c
-  where j.id = c.id and j.lease_token = c.lease_token and j.lease_expires_at is not null
+  from c
+  where j.id = any (array(select i.id from c i)) and j.id = c.id and j.lease_token = c.lease_token
+    and j.lease_expires_at is not null
   returning j.id
 $$;
 
@@ -129,7 +133,7 @@ create type private.failed_attempt as (
 -- available_at is null unless it is pending.
 create function public.fail_jobs(failures jsonb) returns table (id uuid, status text, available_at timestamptz)
 language plpgsql set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off set lock_timeout = '1s' as $$
+set enable_nestloop = off set enable_mergejoin = off set enable_seqscan = off set enable_bitmapscan = off set jit = off set lock_timeout = '1s' as $$
 #variable_conflict use_column
 declare
   failed private.failed_attempt[];
@@ -138,36 +142,37 @@ begin
     select distinct on (held.id) row(
       held.id, held.kind, held.lease_token, held.attempts, held.locked_by,
       case
-        when x.error is not null then x.error
+        when (held.x).error is not null then (held.x).error
         -- The workers of this template cut it themselves, and add how long it was.
         when length(e ->> 'error') > 10100
         then format('%s… (cut, %s characters in all)', left(e ->> 'error', 10000), length(e ->> 'error'))
         else coalesce(e ->> 'error', 'failed without a message')
       end,
       case
-        when coalesce((e ->> 'permanent')::boolean, false) or held.attempts >= coalesce(held.max_attempts, k.max_attempts, 5)
+        when coalesce((e ->> 'permanent')::boolean, false) or held.attempts >= coalesce(held.max_attempts, (held.k).max_attempts, 5)
         then null
-        when x.retry_at is not null then greatest(x.retry_at, clock_timestamp())
+        when (held.x).retry_at is not null then greatest((held.x).retry_at, clock_timestamp())
         when e ->> 'retry_in' is not null
         then clock_timestamp() + greatest(least((e ->> 'retry_in')::interval, interval '30 days'), interval '0')
         -- The exponent is clamped before the power is taken: with enough attempts it would overflow.
         else clock_timestamp() + make_interval(secs => least(
-          extract(epoch from coalesce(k.backoff_base, interval '30 seconds'))::double precision
-            * power(coalesce(k.backoff_factor, 2), least(held.attempts, 60)),
-          extract(epoch from coalesce(k.backoff_cap, interval '1 hour'))::double precision
-        ) * (1 - coalesce(k.backoff_jitter, 0.2) * random()))
+          extract(epoch from coalesce((held.k).backoff_base, interval '30 seconds'))::double precision
+            * power(coalesce((held.k).backoff_factor, 2), least(held.attempts, 60)),
+          extract(epoch from coalesce((held.k).backoff_cap, interval '1 hour'))::double precision
+        ) * (1 - coalesce((held.k).backoff_jitter, 0.2) * random()))
       end
     )::private.failed_attempt
     from (
-      select h.id, h.kind, h.lease_token, h.attempts, h.max_attempts, h.locked_by, e.value as e
+      select h.id, h.kind, h.lease_token, h.attempts, h.max_attempts, h.locked_by, e.value as e,
+        (select k from public.job_kinds k where k.kind = h.kind) as k,
+        -- It has failed before, and was left to the rescue.
+        (select f from public.job_failures f where f.job_id = h.id and f.lease_token = h.lease_token) as x
       from jsonb_array_elements(failures) e
       join public.jobs h on h.id = (e.value ->> 'id')::uuid and h.lease_token = (e.value ->> 'lease_token')::int
         and h.lease_expires_at is not null
+      where h.id = any (array(select (i ->> 'id')::uuid from jsonb_array_elements(failures) i))
       order by h.id for no key update of h
     ) held
-    left join public.job_kinds k on k.kind = held.kind
-    -- It has failed before, and was left to the rescue.
-    left join public.job_failures x on x.job_id = held.id and x.lease_token = held.lease_token
     order by held.id
   );
 
@@ -175,7 +180,7 @@ begin
   set status = 'dead', lease_token = j.lease_token + 1, lease_expires_at = null, last_error = f.error,
     finished_at = clock_timestamp(), updated_at = clock_timestamp()
   from unnest(failed) f
-  where j.id = f.id and f.retry_at is null;
+  where j.id = any (array(select i.id from unnest(failed) i)) and j.id = f.id and f.retry_at is null;
 
   return query
   with requeued as materialized (
@@ -213,7 +218,7 @@ $$;
 -- at most 10 years) is how long they then wait. Returns the ids that were still held, but for what is left to the rescue.
 create function public.release_jobs(releases jsonb) returns setof uuid
 language plpgsql set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off set lock_timeout = '1s' as $$
+set enable_nestloop = off set enable_mergejoin = off set enable_seqscan = off set enable_bitmapscan = off set jit = off set lock_timeout = '1s' as $$
 begin
   return query
   select r.id
@@ -231,6 +236,7 @@ begin
     from jsonb_array_elements(releases) e
     join public.jobs j on j.id = (e.value ->> 'id')::uuid and j.lease_token = (e.value ->> 'lease_token')::int
       and j.lease_expires_at is not null
+    where j.id = any (array(select (i ->> 'id')::uuid from jsonb_array_elements(releases) i))
     order by j.id for no key update of j
   )) r
   where r.status <> 'running';
@@ -240,15 +246,15 @@ end $$;
 -- lease that is missing from the answer is lost: its handler must stop, and what it returns will be refused.
 create function public.extend_jobs(leases jsonb, lease_seconds int default 60) returns table (id uuid)
 language sql set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off set lock_timeout = '1s' as $$
+set enable_nestloop = off set enable_mergejoin = off set enable_seqscan = off set enable_bitmapscan = off set jit = off set lock_timeout = '1s' as $$
+  with l as materialized (
+    select (e ->> 'id')::uuid as id, (e ->> 'lease_token')::int as lease_token from jsonb_array_elements(leases) e order by 1
+  )
   update public.jobs j
   set lease_expires_at = clock_timestamp() + make_interval(secs => greatest(1, least(extend_jobs.lease_seconds, 86400)))
-  from (
-    select (e ->> 'id')::uuid as id, (e ->> 'lease_token')::int as lease_token
-    from jsonb_array_elements(leases) e
-    order by 1
-  ) l
-  where j.id = l.id and j.lease_token = l.lease_token and j.lease_expires_at is not null
+  from l
+  where j.id = any (array(select i.id from l i)) and j.id = l.id and j.lease_token = l.lease_token
+    and j.lease_expires_at is not null
   returning j.id
 $$;
 
@@ -269,7 +275,8 @@ grant select, insert, update, delete on private.lost_attempts to service_role;
 -- available again at once, since the lost lease was the wait, or dead when that was the last attempt. Returns how many.
 -- The lock reads each row anew, so a job that has just been completed is left alone.
 create function public.rescue_expired_jobs(max_jobs int default 1000) returns int
-language sql set search_path = pg_catalog, pg_temp as $$
+language sql set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set jit = off as $$
   with expired as (
     select j.id, j.kind, j.attempts, j.lease_token, format(
       'lease expired: worker %s neither finished the job nor extended its lease by %s', j.locked_by, j.lease_expires_at

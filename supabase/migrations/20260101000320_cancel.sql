@@ -7,16 +7,14 @@
 -- finds out at its next heartbeat and tells the handler by its signal.
 create function public.cancel_jobs(ids uuid[]) returns setof uuid
 language sql set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off set lock_timeout = '1s' as $$
+set enable_seqscan = off set enable_bitmapscan = off set jit = off set lock_timeout = '1s' as $$
   update public.jobs j
   set status = 'cancelled', lease_token = j.lease_token + 1, lease_expires_at = null, finished_at = clock_timestamp(),
     updated_at = clock_timestamp()
-  from (
-    select h.id from unnest(cancel_jobs.ids) i join public.jobs h on h.id = i
-    where h.status in ('pending', 'running')
-    order by h.id for no key update of h
-  ) c
-  where j.id = c.id
+  where j.id = any (array(
+    select h.id from public.jobs h where h.id = any (cancel_jobs.ids) and h.status in ('pending', 'running')
+    order by h.id for no key update
+  ))
   returning j.id
 $$;
 
@@ -26,7 +24,7 @@ $$;
 create function public.retry_jobs(ids uuid[] default null, kind text default null, max_jobs int default 1000)
 returns setof uuid
 language plpgsql set search_path = pg_catalog, pg_temp
-set enable_hashjoin = off set enable_mergejoin = off set enable_seqscan = off set jit = off set lock_timeout = '1s' set plan_cache_mode = force_custom_plan as $$
+set enable_seqscan = off set enable_bitmapscan = off set jit = off set lock_timeout = '1s' set plan_cache_mode = force_custom_plan as $$
 declare
   chosen uuid[];
 begin

@@ -1,0 +1,279 @@
+import postgres from "postgres";
+import { join } from "node:path";
+import { makeApp } from "../tests/support.ts";
+import { pushMigrations } from "./local/migrations.ts";
+import { freePort } from "./local/ports.ts";
+import { startPostgres } from "./local/postgres.ts";
+
+/**
+ * `npm run plans`: what the hot statements read, with a thousand rows and with a million: the plans must be the same, and the
+ * buffers within a factor of two; and what the claim costs beside a plain one and beside a million jobs that cannot start.
+ * `npm run plans -- held`: the claim's time before, while and after a transaction is held open for a minute, at 4,000 jobs a
+ * second. Each ends with 1 when something does not hold.
+ */
+
+const projectDir = join(import.meta.dirname ?? ".", "..");
+const app = await makeApp();
+const server = await startPostgres({
+  projectDir,
+  port: freePort(),
+  temporary: true,
+  settings: { max_wal_size: "4GB" },
+});
+const shapes = ["waiting", "finished", "delayed"];
+const clients: postgres.Sql[] = [];
+const problems: string[] = [];
+
+/** The usual claim, on the same table: no kinds in turn, no limits, no suspects. */
+const plainClaim = `
+  update jobs j
+  set status = 'running', attempts = j.attempts + 1, lease_token = j.lease_token + 1, locked_at = clock_timestamp(),
+    locked_by = 'w', lease_expires_at = clock_timestamp() + interval '60 s', updated_at = clock_timestamp()
+  where j.id = any (array(
+    select id from jobs
+    where status = 'pending' and concurrency_key is null and kind = 'k' and available_at <= (select clock_timestamp())
+    order by priority desc, available_at, id limit 100 for no key update skip locked
+  ))
+  returning j.id, j.kind, j.payload, j.attempts, j.max_attempts, j.lease_token, j.context, j.concurrency_key,
+    j.created_at, j.lease_expires_at`;
+
+try {
+  await pushMigrations(app, server.url("postgres"), { PROJECT_URL: "", CRON_SECRET: "" });
+  const sql = connect("postgres");
+  await sql`select disable_dispatch()`;
+  if (Deno.args.includes("held")) await held(sql);
+  else {
+    await plans(sql);
+    await claimCosts(sql);
+  }
+} finally {
+  await Promise.all(clients.map((client) => client.end({ timeout: 1 })));
+  await server.stop();
+  await Deno.remove(app, { recursive: true });
+}
+console.log(problems.length > 0 ? `\nDoes not hold:\n${problems.join("\n")}` : "\nAll of it holds.");
+Deno.exit(problems.length > 0 ? 1 : 0);
+
+function connect(user: string, onnotice: (notice: postgres.Notice) => void = () => {}): postgres.Sql {
+  const client = postgres(server.url(user), { max: 1, onnotice });
+  clients.push(client);
+  return client;
+}
+
+function median(values: number[]): number {
+  return quantile(values, 0.5);
+}
+
+function quantile(values: number[], q: number): number {
+  return values.toSorted((a, b) => a - b)[Math.floor((values.length - 1) * q)] ?? NaN;
+}
+
+interface Held {
+  id: string;
+  lease_token: number;
+}
+
+/** Jobs to fill the table with: beside those of a shape there are always a thousand that are due. */
+async function fill(sql: postgres.Sql, shape: string, rows: number): Promise<void> {
+  await sql`truncate jobs cascade`;
+  await sql`truncate job_kinds, private.low_water, private.starts`;
+  const columns: Record<string, string> = {
+    waiting: "'k', 'pending', clock_timestamp(), null, null, null::text",
+    finished: "'k', 'succeeded', clock_timestamp(), clock_timestamp(), clock_timestamp(), null",
+    delayed: "'k', 'pending', clock_timestamp() + interval '1 day', null, null, null",
+    "paused, saturated, delayed": "'other', 'pending', clock_timestamp(), null, null, null",
+    "of one busy key": "'other', 'pending', clock_timestamp(), null, null, 'busy'",
+  };
+  await sql.unsafe(`
+    insert into jobs (kind, status, available_at, finished_at, locked_at, concurrency_key)
+    select ${columns[shape]} from generate_series(1, ${rows})`);
+  await sql`insert into jobs (kind) select 'k' from generate_series(1, 1000)`;
+}
+
+/** Calls each function three times in one session on 50 jobs, and gives back what the third call read, and its plans. */
+async function measure(
+  rows: number,
+  shape: string,
+): Promise<Map<string, { buffers: number; plans: string }>> {
+  let notices: string[] = [];
+  const sql = connect("supabase_admin", ({ message }) => notices.push(message ?? ""));
+  await sql.unsafe(`
+    load 'auto_explain';
+    set auto_explain.log_min_duration = 0; set auto_explain.log_nested_statements = on;
+    set auto_explain.log_analyze = on; set auto_explain.log_buffers = on; set auto_explain.log_timing = off;
+    set auto_explain.log_format = json; set client_min_messages = log;
+  `).simple();
+  const found = new Map<string, { buffers: number; plans: string }>();
+  async function call<T>(name: string, query: string, args: postgres.JSONValue[] = []): Promise<T[]> {
+    notices = [];
+    const result = await sql.unsafe<T[]>(query, args.map((arg) => sql.json(arg)));
+    const logged = notices.filter((notice) => notice.startsWith("duration:"))
+      .map((notice) => JSON.parse(notice.slice(notice.indexOf("{"))));
+    const outer = logged.at(-1)?.Plan;
+    found.set(name, {
+      buffers: outer["Shared Hit Blocks"] + outer["Shared Read Blocks"],
+      plans: [...new Set(logged.map(({ Plan }) => shapeOf(Plan)))].sort().join("\n"),
+    });
+    return result;
+  }
+  const claim = () => call<Held>("claim_jobs", "select id, lease_token from claim_jobs('w', 50)");
+  for (let round = 0; round < 3; round++) {
+    const leases = (jobs: Held[]) => jobs.map(({ id, lease_token }) => ({ id, lease_token, error: "x" }));
+    await call("complete_jobs", "select complete_jobs($1)", [leases(await claim())]);
+    await call("fail_jobs", "select fail_jobs($1)", [leases(await claim())]);
+    await call("extend_jobs", "select extend_jobs($1)", [leases(await claim())]);
+    await sql`update jobs set lease_expires_at = clock_timestamp() where status = 'running'`;
+    await call("rescue_expired_jobs", "select rescue_expired_jobs()");
+    await call("release_jobs", "select release_jobs($1)", [leases(await claim())]);
+    await call("purge_jobs", "select purge_jobs()");
+    await call("ready_jobs", "select private.ready_jobs(500)");
+  }
+  await sql.end();
+  if (found.size < 8) throw new Error(`${rows} rows, ${shape}: measured ${found.size} calls`);
+  return found;
+}
+
+interface PlanNode {
+  "Node Type": string;
+  "Index Name"?: string;
+  Plans?: PlanNode[];
+}
+
+function shapeOf(node: PlanNode): string {
+  const index = node["Index Name"] ? ` ${node["Index Name"]}` : "";
+  return `${node["Node Type"]}${index}(${(node.Plans ?? []).map(shapeOf).join(", ")})`;
+}
+
+async function plans(sql: postgres.Sql): Promise<void> {
+  console.log("| call | shape | buffers, 1,000 rows | 1,000,000 rows | ratio | plans |");
+  console.log("| --- | --- | --- | --- | --- | --- |");
+  await sql`alter table jobs set (autovacuum_enabled = false)`; // the statistics are those of an empty table
+  for (const shape of shapes) {
+    for (const analyzed of [false, true]) {
+      const results = [];
+      for (const rows of [1000, 1_000_000]) {
+        await fill(sql, shape, rows);
+        if (analyzed) await sql`vacuum analyze jobs`;
+        results.push(await measure(rows, shape));
+      }
+      const [few, many] = results;
+      for (const [name, small] of few ?? []) {
+        const large = many?.get(name);
+        if (!large) continue;
+        const ratio = large.buffers / small.buffers;
+        const same = large.plans === small.plans;
+        const label = `${name}, ${shape}${analyzed ? ", analyzed" : ""}`;
+        console.log(
+          `| ${name} | ${shape}${analyzed ? ", analyzed" : ""} | ${small.buffers} | ${large.buffers} | ${
+            ratio.toFixed(2)
+          } | ${same ? "same" : "differ"} |`,
+        );
+        if (!(ratio <= 2)) problems.push(`${label}: ${ratio.toFixed(2)} times the buffers`);
+        if (!same) {
+          problems.push(
+            `${label}: other plans\n--- 1,000 rows\n${small.plans}\n--- 1,000,000\n${large.plans}`,
+          );
+        }
+      }
+    }
+  }
+}
+
+async function claimCosts(sql: postgres.Sql): Promise<void> {
+  const claim = "select * from claim_jobs('w', 100)";
+  console.log("\n| claim of 100 beside | plain, ms | claim_jobs, ms | ratio |\n| --- | --- | --- | --- |");
+  for (
+    const [beside, settings] of [
+      ["nothing", ""],
+      ["1,000,000 paused", "insert into job_kinds (kind, paused) values ('other', true)"],
+      ["1,000,000 saturated", "insert into job_kinds (kind, concurrency) values ('other', 1)"],
+      ["1,000,000 of one busy key", ""],
+    ] as const
+  ) {
+    const keyed = beside.endsWith("key");
+    await fill(
+      sql,
+      keyed ? "of one busy key" : "paused, saturated, delayed",
+      beside === "nothing" ? 0 : 1_000_000,
+    );
+    await sql`insert into jobs (kind) select 'k' from generate_series(1, 40000)`;
+    if (settings) await sql.unsafe(settings);
+    await sql`select from claim_jobs('w', 1, 86400, '{other}')`;
+    await sql`vacuum analyze jobs`;
+    const times: Record<string, number[]> = { plain: [], claim: [] };
+    for (let i = 0; i < 400; i++) {
+      const which = i % 2 === 0 ? "plain" : "claim";
+      const startedAt = performance.now();
+      const rows = await sql.unsafe(which === "plain" ? plainClaim : claim, [], { prepare: true });
+      if (i >= 40) times[which]?.push(performance.now() - startedAt);
+      if (rows.length !== 100) problems.push(`beside ${beside}: a claim gave ${rows.length}`);
+    }
+    const [plain, ours] = [median(times.plain ?? []), median(times.claim ?? [])];
+    console.log(`| ${beside} | ${plain.toFixed(2)} | ${ours.toFixed(2)} | ${(ours / plain).toFixed(2)} |`);
+    if (ours / plain > 1.15) {
+      problems.push(`beside ${beside}: ${(ours / plain).toFixed(2)} times the plain claim`);
+    }
+  }
+}
+
+async function held(sql: postgres.Sql): Promise<void> {
+  await fill(sql, "waiting", 0);
+  const samples: { at: number; ms: number }[] = [];
+  const startedAt = performance.now();
+  const seconds = () => (performance.now() - startedAt) / 1000;
+  let stopped = false;
+  const batch = Array.from({ length: 400 }, () => ({ kind: "k" }));
+  const enqueuing = (async () => {
+    const client = connect("postgres");
+    for (let sent = 0; !stopped; sent++) {
+      await client`select count(*) from enqueue_jobs(${client.json(batch)})`;
+      const ahead = (sent + 1) / 10 - seconds();
+      if (ahead > 0) await new Promise((resolve) => setTimeout(resolve, ahead * 1000));
+    }
+  })();
+  const claiming = [0, 1].map(async () => {
+    const client = connect("postgres");
+    while (!stopped) {
+      const at = seconds();
+      const jobs = await client<Held[]>`select id, lease_token from claim_jobs('w', 100)`;
+      samples.push({ at, ms: (seconds() - at) * 1000 });
+      if (jobs.length < 100) await new Promise((resolve) => setTimeout(resolve, 5));
+      const leases = jobs.map(({ id, lease_token }) => ({ id, lease_token }));
+      if (jobs.length > 0) await client`select complete_jobs(${client.json(leases)})`;
+    }
+  });
+  const wait = (until: number) => new Promise((resolve) => setTimeout(resolve, (until - seconds()) * 1000));
+  await wait(20);
+  const holder = connect("postgres");
+  await holder`begin isolation level repeatable read`;
+  await holder`create temporary table held (one int)`;
+  await holder`select count(*) from jobs`;
+  await wait(80);
+  await holder`rollback`;
+  await wait(140);
+  stopped = true;
+  await Promise.all([enqueuing, ...claiming]);
+
+  console.log("| seconds | claims | median, ms | p99, ms | slowest, ms |\n| --- | --- | --- | --- | --- |");
+  const between = (from: number, to: number) =>
+    samples.filter(({ at }) => at >= from && at < to).map(({ ms }) => ms);
+  for (let from = 0; from < 140; from += 10) {
+    const ms = between(from, from + 10);
+    console.log(
+      `| ${from}–${from + 10} | ${ms.length} | ${
+        [0.5, 0.99, 1].map((q) => quantile(ms, q).toFixed(1)).join(" | ")
+      } |`,
+    );
+  }
+  const before = median(between(10, 20));
+  for (let from = 20; from < 80; from += 10) {
+    const ratio = median(between(from, from + 10)) / before;
+    if (!(ratio <= 4)) {
+      problems.push(`${from - 20} s into the held transaction: ${ratio.toFixed(1)} times the median`);
+    }
+  }
+  const after = median(between(110, 140)) / before;
+  if (!(after <= 1.5)) problems.push(`30 s after the held transaction: ${after.toFixed(1)} times the median`);
+  const [left] = await sql`select count(*)::int as jobs from jobs where status <> 'succeeded'`;
+  console.log(`\n${samples.length} claims, ${left?.jobs} jobs left at the end`);
+}
