@@ -66,7 +66,7 @@ begin
       get diagnostics deleted = row_count;
       total := total + deleted;
     exception
-      when lock_not_available then return total; -- once is enough: the tick must get on
+      when lock_not_available then exit; -- one second is enough: the tick must get on
       when others then raise warning 'purge_jobs: % jobs of kind % stay: %', ended.status, ended.kind, sqlerrm;
     end;
   end loop;

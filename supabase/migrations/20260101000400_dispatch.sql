@@ -598,7 +598,6 @@ language plpgsql set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set jit = off as $$
 declare
   late text;
-  referring text;
 begin
   select string_agg(format('%s (%s)', k.kind, s.status), ', ') into late
   from private.known_kinds() k(kind) cross join lateral private.keep_since(k.kind) s
@@ -607,10 +606,11 @@ begin
   ) j;
   ok := late is null;
   detail := case when ok then 'none is late' else 'should be deleted since an hour or more: ' || left(late, 300) end;
-  select string_agg(c.conrelid::regclass::text, ', ') into referring from pg_catalog.pg_constraint c
-  where c.confrelid = 'public.jobs'::regclass and c.confdeltype in ('a', 'r');
   todo := case when not ok then 'The tick deletes 10,000 every ten seconds; what stops it is a warning in the log of Postgres.'
-    || coalesce(format(' Jobs that these refer to stay, for want of on delete cascade or set null: %s.', referring), '') end;
+    || coalesce(' Jobs that these refer to stay, for want of on delete cascade or set null: ' || (
+      select string_agg(c.conrelid::regclass::text, ', ') from pg_catalog.pg_constraint c
+      where c.confrelid = 'public.jobs'::regclass and c.confdeltype in ('a', 'r')
+    ) || '.', '') end;
 end $$;
 
 revoke all on function private.check_extensions, private.check_project_url, private.check_cron_secret,

@@ -27,12 +27,9 @@ set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set j
 declare
   at timestamptz;
   due record;
-  run_times interval[];
 begin
   for kind in
-    select k from private.known_kinds() k where kinds is null
-    union all select distinct k from unnest(kinds) k where k is not null
-    order by 1
+    select distinct k from unnest(coalesce(kinds, array(select private.known_kinds()))) k where k is not null order by 1
   loop
     at := clock_timestamp();
     select * into due from private.count_due_jobs(kind, 10001);
@@ -53,12 +50,10 @@ begin
       where j.kind = kind and j.status = 'succeeded' and j.finished_at > at - interval '1 hour' limit 10001) c));
     failed_last_hour := private.count_text((select count(*) from (
       select from public.job_failures f where f.kind = kind and f.failed_at > at - interval '1 hour' limit 10001) c));
-    select percentile_cont(array[0.5, 0.95]) within group (order by r.took) into run_times from (
+    select percentile_cont(0.5) within group (order by r.took), percentile_cont(0.95) within group (order by r.took)
+    into median_run_time, p95_run_time from (
       select j.finished_at - j.locked_at as took from public.jobs j
-      where j.kind = kind and j.status = 'succeeded' and j.finished_at is not null order by j.finished_at desc limit 1000
-    ) r;
-    median_run_time := run_times[1];
-    p95_run_time := run_times[2];
+      where j.kind = kind and j.status = 'succeeded' and j.finished_at is not null order by j.finished_at desc limit 1000) r;
     paused := exists (select from public.job_kinds k where k.kind = kind and k.paused);
     limited := not paused and due.plain + due.keyed > 0 and (select r.ready = 0 from private.count_ready_jobs(kind, 1) r);
     return next;
