@@ -9,6 +9,17 @@ export interface KindDeclaration {
   timeoutMs?: number;
   /** After attempt n the wait is base × factor^n, at most cap, drawn from the last `jitter` (0 to 1) below that. */
   backoff?: { baseSeconds?: number; factor?: number; capSeconds?: number; jitter?: number };
+  /** How many run at once, over all workers; no limit by default. */
+  concurrency?: number;
+  /** How many of one concurrency key run at once; 1 by default. */
+  keyConcurrency?: number;
+  /** How many start within any `ratePeriodSeconds` (60); no limit by default. */
+  rateLimit?: number;
+  ratePeriodSeconds?: number;
+  /** How long what has ended is kept; 7, 30 and 7 days by default. */
+  keepSucceededSeconds?: number;
+  keepDeadSeconds?: number;
+  keepCancelledSeconds?: number;
 }
 
 export type KindDeclarations = Record<string, KindDeclaration>;

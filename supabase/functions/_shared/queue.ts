@@ -12,6 +12,7 @@ const claimedJob = z.object({
   max_attempts: z.number(),
   lease_token: z.number(),
   context: z.unknown(),
+  concurrency_key: z.string().nullable(),
   created_at: z.string(),
   lease_expires_at: z.string(),
   timeout_ms: z.number(),
@@ -24,6 +25,7 @@ const claimedJob = z.object({
   maxAttempts: row.max_attempts,
   leaseToken: row.lease_token,
   context: row.context,
+  concurrencyKey: row.concurrency_key,
   createdAt: row.created_at,
   leaseExpiresAt: row.lease_expires_at,
   timeoutMs: row.timeout_ms,
@@ -87,20 +89,22 @@ export interface Failure extends Lease {
 
 const failed = z.object({
   id: z.string(),
-  status: z.enum(["pending", "dead"]),
+  status: z.enum(["pending", "dead", "cancelled"]),
   available_at: z.string().nullable(),
 });
+/** `cancelled`: a newer job holds its dedupe key. */
+type FailedStatus = z.output<typeof failed>["status"];
 
 /** Ends attempts as failed; gives back what became of the jobs that were still held. */
 export async function failJobs(
   failures: Failure[],
-): Promise<{ id: string; status: "pending" | "dead"; availableAt: string | null }[]> {
+): Promise<{ id: string; status: FailedStatus; availableAt: string | null }[]> {
   const rows = await callDatabase("fail_jobs", {
     failures: failures.map((failure) => ({
       id: failure.id,
       lease_token: failure.leaseToken,
       error: failure.error,
-      retry_in: failure.retryIn === undefined ? undefined : seconds(failure.retryIn),
+      retry_in: interval(failure.retryIn),
       permanent: failure.permanent ?? false,
     })),
   });
@@ -111,13 +115,13 @@ export async function failJobs(
   }));
 }
 
-/** Ends one attempt as failed: "pending" when it will be retried, "dead" when not, null when it was not held. */
+/** Ends one attempt as failed: what then became of the job, null when it was not held. */
 export async function failJob(
   id: string,
   leaseToken: number,
   error: string,
   options: { retryIn?: number; permanent?: boolean } = {},
-): Promise<"pending" | "dead" | null> {
+): Promise<FailedStatus | null> {
   const [row] = await failJobs([{ id, leaseToken, error, ...options }]);
   return row?.status ?? null;
 }
@@ -129,7 +133,7 @@ export async function releaseJobs(releases: (Lease & { delay?: number })[]): Pro
       releases: releases.map(({ id, leaseToken, delay }) => ({
         id,
         lease_token: leaseToken,
-        delay: delay === undefined ? undefined : seconds(delay),
+        delay: interval(delay),
       })),
     }),
   );
@@ -147,6 +151,25 @@ export async function extendJobs(leases: Lease[], leaseSeconds = 60): Promise<st
 /** Ends the attempts whose lease has run out as failed; gives back how many. */
 export async function rescueExpiredJobs(maxJobs = 1000): Promise<number> {
   return z.number().parse(await callDatabase("rescue_expired_jobs", { max_jobs: maxJobs }));
+}
+
+/** Cancels jobs that wait or run; gives back their ids. A running one's handler is told by its signal. */
+export async function cancelJobs(jobs: string[]): Promise<string[]> {
+  return ids.parse(await callDatabase("cancel_jobs", { ids: jobs }));
+}
+
+/** Puts dead jobs back, or cancelled ones by their ids, with all their attempts; the ids of those that now wait. */
+export async function retryJobs(
+  which: { ids?: string[]; kind?: string; maxJobs?: number },
+): Promise<string[]> {
+  return ids.parse(
+    await callDatabase("retry_jobs", { ids: which.ids, kind: which.kind, max_jobs: which.maxJobs }),
+  );
+}
+
+/** Deletes what has ended and whose time is over, as the tick does; gives back how many. */
+export async function purgeJobs(maxJobs = 10_000): Promise<number> {
+  return z.number().parse(await callDatabase("purge_jobs", { max_jobs: maxJobs }));
 }
 
 const lostAttempt = z.object({
@@ -169,21 +192,28 @@ const kindSettings = z.object({ kind: z.string(), max_attempts: z.number(), time
 /** Writes what the code declares to job_kinds, and gives back how long an attempt of each kind may run, in ms. */
 export async function declareJobKinds(kinds: KindDeclarations): Promise<Map<string, number>> {
   const rows = await callDatabase("declare_job_kinds", {
-    declarations: Object.entries(kinds).map(([kind, { maxAttempts, timeoutMs, backoff }]) => ({
+    declarations: Object.entries(kinds).map(([kind, { maxAttempts, timeoutMs, backoff, ...declared }]) => ({
       kind,
       max_attempts: maxAttempts,
       timeout_ms: timeoutMs,
-      backoff_base: backoff?.baseSeconds && seconds(backoff.baseSeconds),
+      backoff_base: interval(backoff?.baseSeconds),
       backoff_factor: backoff?.factor,
-      backoff_cap: backoff?.capSeconds && seconds(backoff.capSeconds),
+      backoff_cap: interval(backoff?.capSeconds),
       backoff_jitter: backoff?.jitter,
+      concurrency: declared.concurrency,
+      key_concurrency: declared.keyConcurrency,
+      rate_limit: declared.rateLimit,
+      rate_period: interval(declared.ratePeriodSeconds),
+      keep_succeeded: interval(declared.keepSucceededSeconds),
+      keep_dead: interval(declared.keepDeadSeconds),
+      keep_cancelled: interval(declared.keepCancelledSeconds),
     })),
   });
   return new Map(z.array(kindSettings).parse(rows).map((row) => [row.kind, row.timeout_ms]));
 }
 
 /** An interval as Postgres prints it, such as "1 day 02:03:04.5", in seconds. */
-const interval = z.string().regex(/^(-?\d+ days? ?)?([-\d:.]+)?$/).transform((text) => {
+const printedInterval = z.string().regex(/^(-?\d+ days? ?)?([-\d:.]+)?$/).transform((text) => {
   const [, days, time = "0"] = /^(?:(-?\d+) days? ?)?(.+)?$/.exec(text) ?? [];
   return Number(days ?? 0) * 86_400 + time.split(":").reduce((sum, part) => sum * 60 + Number(part), 0);
 }).nullable();
@@ -192,7 +222,11 @@ const count = z.string();
 const kindStats = z.object({ kind: z.string(), paused: z.boolean(), limited: z.boolean() })
   .extend({ ready: count, delayed: count, retrying: count, running: count, dead: count })
   .extend({ succeeded_last_hour: count, failed_last_hour: count })
-  .extend({ oldest_ready_age: interval, median_run_time: interval, p95_run_time: interval })
+  .extend({
+    oldest_ready_age: printedInterval,
+    median_run_time: printedInterval,
+    p95_run_time: printedInterval,
+  })
   .transform((
     { succeeded_last_hour, failed_last_hour, oldest_ready_age, median_run_time, p95_run_time, ...row },
   ) => ({
@@ -213,4 +247,8 @@ export async function jobStats(kinds?: string[]): Promise<z.output<typeof kindSt
 function seconds(value: number): string {
   const bounded = Math.min(Math.max(Number.isNaN(value) ? 0 : value, 0), 315_360_000);
   return `${bounded.toFixed(3)} seconds`;
+}
+
+function interval(value: number | undefined): string | undefined {
+  return value === undefined ? undefined : seconds(value);
 }
