@@ -272,6 +272,7 @@ declare
   wrapped boolean := false;
   level int := case when lowest_first then -101 else 101 end;
   walked int := 0;
+  full_keys text[] := '{}'; -- whose next job has been passed over: a place that gets free now is not for one behind it
   last_at timestamptz;
   last_id uuid;
   places int;
@@ -311,7 +312,7 @@ begin
               limit key_places
             ) r)
           - (select count(*) from unnest(used || keys) u where u = k.key) as places
-        from (select distinct a.key from ahead a) k
+        from (select distinct a.key from ahead a where a.key <> all (full_keys)) k
       ), admitted as (
         select n.*, count(*) filter (where not n.suspect) over (order by n.available_at, n.id) as others
         from (
@@ -325,6 +326,10 @@ begin
         (select coalesce(array_agg(a.id order by a.available_at, a.id), '{}') from admitted a where a.others <= left_places.n) as ids,
         (select coalesce(array_agg(a.key order by a.available_at, a.id), '{}') from admitted a where a.others <= left_places.n) as keys,
         (select coalesce(array_agg(a.id), '{}') from admitted a where a.suspect and a.others <= left_places.n) as suspects,
+        array(
+          select o.key from open o
+          where o.places < (select count(*) from ahead a where a.key = o.key and a.id <> all (taken || passed))
+        ) as full_keys,
         (select count(*) from ahead) as jobs,
         (select a.available_at from ahead a order by a.available_at desc, a.id desc limit 1) as last_at,
         (select a.id from ahead a order by a.available_at desc, a.id desc limit 1) as last_id
@@ -333,6 +338,7 @@ begin
       ids := ids || chunk.ids;
       keys := keys || chunk.keys;
       suspects := suspects || chunk.suspects;
+      full_keys := full_keys || chunk.full_keys;
       if cardinality(ids) - cardinality(suspects) >= max_jobs then
         return;
       end if;
