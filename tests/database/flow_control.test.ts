@@ -1,0 +1,370 @@
+import assert from "node:assert/strict";
+import postgres from "postgres";
+import { claim, cost, enqueue, expireLeases, only, openTransaction, sharedDatabase } from "./queue.ts";
+
+/** The limits in job_kinds: concurrency, key_concurrency, rate_limit per rate_period, paused. */
+
+const db = sharedDatabase();
+
+interface Settings {
+  concurrency?: number | null;
+  key_concurrency?: number | null;
+  rate_limit?: number | null;
+  rate_period?: string | null;
+  paused?: boolean;
+}
+
+async function set(kind: string, settings: Settings): Promise<void> {
+  await db.sql`
+    insert into job_kinds ${db.sql({ kind, ...settings })}
+    on conflict (kind) do update set ${db.sql(settings)}`;
+}
+
+/** Adds that many jobs of a kind, with that concurrency key; # in it stands for the number of the job. */
+async function add(count: number, kind = "test", key: string | null = null): Promise<void> {
+  await db.sql`
+    insert into jobs (kind, concurrency_key, payload)
+    select ${kind}, replace(${key}::text, '#', n::text), to_jsonb(n) from generate_series(1, ${count}::int) n`;
+}
+
+const complete = (sql: postgres.Sql, jobs: { id: string; lease_token: number }[]) =>
+  sql`select complete_jobs(${sql.json(jobs.map(({ id, lease_token }) => ({ id, lease_token })))})`;
+
+const running = async () => (await db.sql`select from jobs where status = 'running'`).count;
+
+/** Claims until the answer is empty and gives back how many jobs there were. */
+async function claimAll(sql = db.sql, maxJobs = 100): Promise<number> {
+  for (let total = 0;;) {
+    const jobs = await claim(sql, maxJobs);
+    if (jobs.length === 0) return total;
+    total += jobs.length;
+  }
+}
+
+interface Held {
+  id: string;
+  lease_token: number;
+  concurrency_key: string | null;
+  at: number;
+}
+
+/**
+ * 16 workers claim and complete until no job is left. `held` is called with all jobs that are held for certain: from after
+ * the answer to a claim until before the call that completes them. Gives back every claim, in their order, with its time in ms.
+ */
+async function work(
+  held: (jobs: Held[]) => void,
+  options: { ms?: number; maxJobs?: number } = {},
+): Promise<Held[]> {
+  const { ms = 5, maxJobs = 4 } = options;
+  const workers = db.connect("postgres", { max: 16 });
+  const now = new Set<Held>();
+  const claims: Held[] = [];
+  let over = false;
+  const one = async () => {
+    while (!over) {
+      // `at` is locked_at, to the microsecond.
+      const jobs = await workers<Held[]>`
+        select id, lease_token, concurrency_key, extract(epoch from lease_expires_at)::float8 * 1000 - 60000 as at
+        from claim_jobs('w', ${maxJobs})`;
+      if (jobs.length === 0) {
+        over = (await workers`select from jobs where status in ('pending', 'running') limit 1`).count === 0;
+        await new Promise((resolve) => setTimeout(resolve, ms));
+        continue;
+      }
+      jobs.forEach((each) => now.add(each));
+      claims.push(...jobs);
+      held([...now]);
+      await new Promise((resolve) => setTimeout(resolve, Math.random() * ms));
+      jobs.forEach((each) => now.delete(each));
+      await complete(workers, jobs);
+    }
+  };
+  await Promise.all(Array.from({ length: 16 }, one));
+  return claims;
+}
+
+function assertRate(times: number[], limit: number, periodMs: number): void {
+  const sorted = times.toSorted((a, b) => a - b);
+  sorted.forEach((time, i) => {
+    const next = sorted[i + limit];
+    assert.ok(
+      next === undefined || next - time >= periodMs - 0.01, // of the numbers that stand for the times
+      `${limit + 1} claims within ${(next ?? 0) - time} ms`,
+    );
+  });
+}
+
+Deno.test("16 workers never run more of a kind than its concurrency, and use all of it", async () => {
+  await set("test", { concurrency: 3 });
+  await add(150);
+  await add(50, "other");
+  let most = 0;
+  const counts = new Set<number>();
+  const observer = db.connect("postgres", { max: 1 });
+  let over = false;
+  const observing = (async () => {
+    while (!over) {
+      const rows = await observer`select from jobs where status = 'running' and kind = 'test'`;
+      counts.add(rows.count);
+    }
+  })();
+  const kinds = new Map((await db.sql`select id, kind from jobs`).map(({ id, kind }) => [id, kind]));
+  const claims = await work((jobs) => {
+    most = Math.max(most, jobs.filter(({ id }) => kinds.get(id) === "test").length);
+  });
+  over = true;
+  await observing;
+  assert.equal(claims.length, 200);
+  assert.equal(most, 3);
+  assert.ok(Math.max(...counts) <= 3, `${Math.max(...counts)} ran at once`);
+});
+
+Deno.test("one of a concurrency key runs at once, without any settings, and in the order enqueued", async () => {
+  await db.sql`
+    insert into jobs (kind, concurrency_key, payload)
+    select 'test', 'key ' || n % 10, to_jsonb(n) from generate_series(1, 200) n`;
+  let most = 0;
+  const claims = await work((jobs) => {
+    most = Math.max(most, jobs.length);
+    const keys = jobs.map(({ concurrency_key }) => concurrency_key);
+    assert.equal(new Set(keys).size, keys.length, `at once: ${keys.toSorted()}`);
+  });
+  assert.equal(claims.length, 200);
+  assert.ok(most > 3, "keys do not wait for each other");
+  const payloads = new Map(
+    (await db.sql`select id, payload from jobs`).map(({ id, payload }) => [id, payload]),
+  );
+  for (const jobs of Map.groupBy(claims, ({ concurrency_key }) => concurrency_key).values()) {
+    const order = jobs.map(({ id }) => payloads.get(id));
+    assert.deepEqual(order, order.toSorted((a, b) => a - b));
+  }
+});
+
+Deno.test("key_concurrency is how many of one key run at once, and concurrency how many of all", async () => {
+  await set("test", { key_concurrency: 2, concurrency: 5 });
+  await db.sql`
+    insert into jobs (kind, concurrency_key)
+    select 'test', case when n % 6 > 0 then 'key ' || n % 6 end from generate_series(1, 150) n`;
+  let most = 0;
+  const claims = await work((jobs) => {
+    most = Math.max(most, jobs.length);
+    const byKey = Map.groupBy(jobs, ({ concurrency_key }) => concurrency_key);
+    byKey.delete(null);
+    for (const [key, { length }] of byKey) assert.ok(length <= 2, `${length} of ${key}`);
+  });
+  assert.equal(claims.length, 150);
+  assert.equal(most, 5);
+});
+
+Deno.test("no window of rate_period holds more claims than rate_limit, counting retries, and none is wasted", async () => {
+  await set("test", { rate_limit: 5, rate_period: "200 ms" });
+  await add(30);
+  const [first = assert.fail()] = await db.sql<Held[]>`
+    select id, lease_token, extract(epoch from lease_expires_at)::float8 * 1000 - 60000 as at from claim_jobs('w', 1)`;
+  await db.sql`select fail_job(${first.id}, ${first.lease_token}, 'x', interval '0')`;
+  const times = [first, ...await work(() => {}, { maxJobs: 10 })].map(({ at }) => at);
+  assert.equal(times.length, 31);
+  assertRate(times, 5, 200);
+  const took = Math.max(...times) - Math.min(...times);
+  assert.ok(took >= 1200 && took < 3000, `31 claims took ${took} ms; 1200 would do`);
+});
+
+Deno.test("a rate_limit without a period is per minute, and released jobs count as well", async () => {
+  await set("test", { rate_limit: 2 });
+  await add(3);
+  const jobs = await claim(db.sql);
+  assert.equal(jobs.length, 2);
+  await db.sql`select release_jobs(${db.sql.json(jobs.map(({ id, lease_token }) => ({ id, lease_token })))})`;
+  assert.deepEqual(await claim(db.sql), []);
+  await db.sql`update private.starts set at = at - interval '58 seconds' where true`;
+  assert.deepEqual(await claim(db.sql), []);
+  await db.sql`update private.starts set at = at - interval '2.1 seconds' where true`;
+  assert.equal((await claim(db.sql)).length, 2);
+});
+
+Deno.test("a worker that is lost gives its places back, and a job that waits for its retry has none", async () => {
+  await set("test", { concurrency: 2 });
+  await add(6);
+  await add(3, "keyed", "one");
+  assert.equal(await claimAll(), 3);
+  await expireLeases(db.sql);
+  assert.deepEqual(await claim(db.sql), [], "until they are rescued they run");
+  await db.sql`select rescue_expired_jobs()`;
+  await db.sql`update jobs set available_at = clock_timestamp() + interval '1 hour' where attempts > 0`;
+  assert.equal(await claimAll(), 3, "those that wait for their retry hold nothing");
+
+  const jobs = await db.sql`select id, lease_token from jobs where status = 'running'`;
+  for (const { id, lease_token } of jobs) {
+    await db.sql`select fail_job(${id}, ${lease_token}, 'x', interval '1 hour')`;
+  }
+  assert.equal(await claimAll(), 3);
+  await db.sql`select cancel_jobs(array(select id from jobs where status = 'running'))`;
+  await db.sql`update jobs set available_at = clock_timestamp() where status = 'pending'`;
+  assert.equal(await claimAll(), 3, "cancelled jobs hold nothing either");
+});
+
+Deno.test("settings hold from the next claim on: a limit, a higher one, a lower one, none, paused and not", async () => {
+  await add(50);
+  const after = async (settings: Settings) => {
+    await set("test", settings);
+    return (await claim(db.sql, 5)).length;
+  };
+  assert.equal(await after({ concurrency: 2 }), 2);
+  assert.equal(await after({ concurrency: 4 }), 2);
+  assert.equal(await after({ concurrency: 1 }), 0);
+  assert.equal(await running(), 4, "what runs goes on");
+  assert.equal(await after({ concurrency: null }), 5);
+  assert.equal(await after({ paused: true }), 0);
+  assert.equal(await after({ paused: false }), 5);
+  assert.equal(await after({ rate_limit: 3 }), 3 - 3 + 3, "the rate counts from when it is set");
+  assert.equal(await after({ rate_limit: 5 }), 2);
+  assert.equal(await after({ rate_limit: null }), 5);
+  await add(9, "keyed", "one");
+  await set("test", { paused: true });
+  assert.equal((await claim(db.sql)).length, 1);
+  await set("keyed", { key_concurrency: 3 });
+  assert.equal((await claim(db.sql)).length, 2);
+});
+
+Deno.test("a claim that stays open holds its limited kind up and nothing else, and nobody waits for it", async () => {
+  await set("limited", { concurrency: 10 });
+  await add(20, "limited");
+  await add(20, "keyed", "key #");
+  await add(2, "plain");
+  const holder = await openTransaction(db);
+  await holder.sql`select * from claim_jobs('w', 2, kinds => array['limited', 'keyed'])`;
+  const hurried = db.connect("postgres", { max: 1, connection: { statement_timeout: 500 } });
+  assert.deepEqual((await claim(hurried)).map(({ kind }) => kind), ["plain", "plain"]);
+  await enqueue(hurried, "plain");
+  assert.deepEqual((await claim(hurried)).map(({ kind }) => kind), ["plain"]);
+  await holder.sql`rollback`;
+  assert.equal(await claimAll(hurried), 10 + 20, "what was claimed in vain has used no place");
+});
+
+Deno.test("an operator's open transaction on job_kinds holds no claim up, and counts from its end on", async () => {
+  await set("limited", { concurrency: 2 });
+  await add(9, "limited");
+  await add(9, "keyed", "one");
+  const operator = await openTransaction(db);
+  await operator.sql`update job_kinds set concurrency = 4 where true`;
+  await operator.sql`insert into job_kinds (kind, key_concurrency) values ('keyed', 5)`;
+  const hurried = db.connect("postgres", { max: 1, connection: { statement_timeout: 500 } });
+  assert.equal(await claimAll(hurried), 3);
+  await operator.sql`commit`;
+  assert.equal(await claimAll(hurried), 2 + 4);
+});
+
+Deno.test("in a transaction that is not read committed limits cannot be counted, which the claim says", async () => {
+  await set("limited", { concurrency: 2 });
+  await set("rated", { rate_limit: 2 });
+  await add(1, "limited");
+  await add(1, "rated");
+  await add(1, "keyed", "one");
+  await add(1, "plain");
+  for (const isolation of ["isolation level repeatable read", "isolation level serializable"]) {
+    for (const kind of ["limited", "rated", "keyed"]) {
+      const claiming = db.sql.begin(
+        isolation,
+        (sql) => sql`select * from claim_jobs('w', 5, kinds => ${[kind]})`,
+      );
+      await assert.rejects(claiming, {
+        code: "25000",
+        message: new RegExp(`^claim_jobs: ${kind} has limits`),
+      });
+    }
+  }
+  const plain = await db.sql.begin(
+    "isolation level repeatable read",
+    (sql) => sql`select * from claim_jobs('w', 5, kinds => array['plain'])`,
+  );
+  assert.equal(plain.length, 1);
+});
+
+Deno.test("of 300 kinds, many paused and saturated, all that may run are found, first those behind 40 paused ones", async () => {
+  await db.sql`
+    insert into jobs (kind, payload) select 'kind_' || lpad(k::text, 3, '0'), to_jsonb(n)
+    from generate_series(1, 300) k, generate_series(1, 3) n`;
+  await db.sql`
+    insert into job_kinds (kind, paused, concurrency)
+    select 'kind_' || lpad(k::text, 3, '0'), k <= 40 or k % 7 = 0, case when k % 3 = 0 then 1 end
+    from generate_series(1, 300) k`;
+  const expected = only(
+    await db.sql<{ n: number }[]>`
+      select sum(least(3, concurrency))::int as n from (
+        select coalesce(concurrency, 3) as concurrency from job_kinds where not paused
+      ) k`,
+  ).n;
+  assert.ok((await claim(db.sql, 1)).length === 1);
+  const seen = new Set<string>();
+  let total = 1;
+  for (let empty = false; !empty;) {
+    const jobs = await claim(db.sql, 10);
+    jobs.forEach(({ kind }) => seen.add(kind));
+    total += jobs.length;
+    empty = jobs.length === 0;
+  }
+  assert.equal(total, expected);
+  await set("kind_300", { concurrency: 2 });
+  assert.deepEqual((await claim(db.sql)).map(({ kind }) => kind), ["kind_300"]);
+  await db.sql`update job_kinds set paused = false where kind = 'kind_001'`;
+  assert.equal((await claim(db.sql)).length, 3);
+});
+
+Deno.test("20,000 jobs of 20,000 keys are claimed in their order, at a cost that does not grow with them", async () => {
+  await add(20_000, "test", "key #");
+  const sql = db.connect("postgres", { max: 1 });
+  await claim(sql);
+  const { rows, buffers } = await cost(sql, "select * from claim_jobs('w', 100)");
+  assert.equal(rows, 100);
+  assert.ok(buffers < 8000, `${buffers} buffers`);
+  const payloads = (await db.sql`select payload from jobs where status = 'running'`).map(({ payload }) =>
+    payload
+  );
+  assert.ok(payloads.length === 110);
+});
+
+Deno.test("a key with 5,000 jobs hides none of another key, nor costs much to step over", async () => {
+  await add(5_000, "test", "busy");
+  await add(30, "test", "key #");
+  const sql = db.connect("postgres", { max: 1 });
+  assert.equal((await claim(sql, 10)).length, 10);
+  assert.equal((await claim(sql, 100)).length, 21, "of busy runs one");
+  const { rows, buffers } = await cost(sql, "select * from claim_jobs('w', 10)");
+  assert.equal(rows, 0);
+  assert.ok(buffers < 4000, `${buffers} buffers`);
+  await add(1, "test", "late");
+  assert.equal((await claim(sql, 10)).length, 1);
+});
+
+Deno.test("20,000 delayed jobs with keys cost a claim nothing", async () => {
+  await db.sql`
+    insert into jobs (kind, concurrency_key, priority, available_at)
+    select 'test', 'key ' || n, n % 3, clock_timestamp() + interval '1 hour' from generate_series(1, 20000) n`;
+  await add(1, "test", "due");
+  const sql = db.connect("postgres", { max: 1 });
+  assert.equal((await claim(sql)).length, 1);
+  const { rows, buffers } = await cost(sql, "select * from claim_jobs('w', 10)");
+  assert.equal(rows, 0);
+  assert.ok(buffers < 300, `${buffers} buffers`);
+});
+
+Deno.test("a paused or saturated kind with 20,000 jobs costs the others nothing", async () => {
+  const sql = db.connect("postgres", { max: 1 });
+  await set("paused", { paused: true });
+  await set("saturated", { concurrency: 1 });
+  await set("rated", { rate_limit: 1 });
+  const buffersOf = async () => {
+    await add(30, "plain");
+    await claim(sql, 10);
+    const { rows, buffers } = await cost(sql, "select * from claim_jobs('w', 10)");
+    assert.equal(rows, 10);
+    return buffers;
+  };
+  for (const kind of ["paused", "saturated", "rated"]) await add(2, kind);
+  await claimAll(sql);
+  const before = await buffersOf();
+  for (const kind of ["paused", "saturated", "rated"]) await add(7_000, kind);
+  const after = await buffersOf();
+  assert.ok(after < 2 * before, `${before} buffers before, ${after} after`);
+});
