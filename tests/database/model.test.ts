@@ -70,7 +70,10 @@ Deno.test("whatever is done to jobs at once: none is lost, ended twice, over a l
           await runSequence(db, pool, seed);
         } catch (error) {
           next = sequences;
-          throw new Error(`MODEL_SEED=${seed} MODEL_SEQUENCES=1 repeats it: ${error}`, { cause: error });
+          const where = error instanceof postgres.PostgresError ? `\n${error.where}` : "";
+          throw new Error(`MODEL_SEED=${seed} MODEL_SEQUENCES=1 repeats it: ${error}${where}`, {
+            cause: error,
+          });
         }
       }
     }));
