@@ -67,28 +67,48 @@ begin
   end if;
 end $$;
 
+-- An id as jobs.id has by default, for who must know it before the insert.
+create function private.new_job_id() returns uuid
+language plpgsql set search_path = pg_catalog, pg_temp as $$
+begin
+  return (left(
+    overlay('0' || to_hex((date_part('epoch', clock_timestamp()) * 65536000)::bigint) placing '7' from 13 for 0), 16
+  ) || substr(gen_random_uuid()::text, 20))::uuid;
+end $$;
+
 -- Enqueues a job whose dedupe key may be held: `id` is then the holder's, and `created` false.
-create function private.enqueue_deduped(new private.new_job, out id uuid, out created boolean)
+create function private.enqueue_deduped(new private.new_job, new_id uuid, out id uuid, out created boolean)
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 begin
   for attempt in 1 .. 100 loop
-    insert into public.jobs (kind, payload, available_at, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context)
-    values (new.*)
+    insert into public.jobs
+      (id, kind, payload, available_at, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context)
+    values (new_id, (new).kind, (new).payload, (new).available_at, (new).priority, (new).max_attempts, (new).dedupe_key,
+      (new).dedupe, (new).concurrency_key, (new).context)
     on conflict do nothing
     returning jobs.id into id;
     created := id is not null;
-    if not created and new.dedupe = 'replace' then
-      update public.jobs j
-      set payload = new.payload, available_at = new.available_at, priority = new.priority, max_attempts = new.max_attempts,
-        concurrency_key = new.concurrency_key, context = new.context, attempts = 0, last_error = null,
-        updated_at = clock_timestamp()
-      where j.kind = new.kind and j.dedupe_key = new.dedupe_key and j.status = 'pending'
-      returning j.id into id;
-    elsif not created then
-      select j.id into id from public.jobs j
-      where j.kind = new.kind and j.dedupe_key = new.dedupe_key and j.status = 'pending'
-      for share;
-    end if;
+    exit when created;
+    begin
+      if new.dedupe = 'replace' then
+        update public.jobs j
+        set payload = new.payload, available_at = new.available_at, priority = new.priority, max_attempts = new.max_attempts,
+          concurrency_key = new.concurrency_key, context = new.context, attempts = 0, last_error = null,
+          updated_at = clock_timestamp()
+        where j.kind = new.kind and j.dedupe_key = new.dedupe_key and j.status = 'pending'
+        returning j.id into id;
+      else
+        select j.id into id from public.jobs j
+        where j.kind = new.kind and j.dedupe_key = new.dedupe_key and j.status = 'pending'
+        for share;
+      end if;
+      if id is null then
+        raise no_data_found;
+      end if;
+    exception when no_data_found then
+      -- Undone, since a row that turns out to be claimed is locked by now, and its worker would wait for this transaction.
+      null;
+    end;
     if id is null then
       select j.id into id from public.jobs j
       where j.kind = new.kind and j.dedupe_key = new.dedupe_key
@@ -140,7 +160,7 @@ begin
   if dedupe_key is not null then
     return (private.enqueue_deduped(row(
       kind, payload, due, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context
-    )::private.new_job)).id;
+    )::private.new_job, private.new_job_id())).id;
   end if;
   insert into public.jobs (kind, payload, available_at, priority, max_attempts, concurrency_key, context)
   values (kind, payload, due, priority, max_attempts, concurrency_key, context)
@@ -158,7 +178,6 @@ declare
   fields constant text[] := array['kind', 'payload', 'delay', 'available_at', 'priority', 'max_attempts', 'dedupe_key',
     'dedupe', 'concurrency_key', 'context'];
   given private.new_job[];
-  inserted uuid[];
   ids uuid[];
   were_created boolean[];
   entry record;
@@ -194,29 +213,21 @@ begin
       raise data_exception;
     end if;
 
-    -- At once what has no key or is the first with its key. The keys are taken in one order, whatever that of the ids.
-    ids := array(
-      -- The default of jobs.id.
-      select (left(
-        overlay('0' || to_hex((date_part('epoch', clock_timestamp()) * 65536000)::bigint) placing '7' from 13 for 0),
-        16
-      ) || substr(gen_random_uuid()::text, 20))::uuid
-      from generate_series(1, cardinality(given))
-    );
-    with added as (
-      insert into public.jobs
-        (id, kind, payload, available_at, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context)
-      select g.id, (g.new).*
-      from (
-        select i.id, n.new, row_number() over (partition by (n.new).kind, (n.new).dedupe_key order by i.id) as nth
-        from unnest(ids) with ordinality i(id, n)
-        join lateral (select given[i.n] as new) n on true
-      ) g
-      where (g.new).dedupe_key is null or g.nth = 1 order by (g.new).kind, (g.new).dedupe_key, g.id
-      on conflict do nothing
-      returning id
-    )
-    select coalesce(array_agg(a.id), '{}') into inserted from added a;
+    ids := array(select private.new_job_id() from generate_series(1, cardinality(given)));
+    were_created := array_fill(true, array[cardinality(ids)]);
+    insert into public.jobs
+      (id, kind, payload, available_at, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context)
+    select i.id, (given[i.n]).* from unnest(ids) with ordinality i(id, n)
+    where (given[i.n]).dedupe_key is null order by i.n;
+    -- Keys are taken one by one in their order: while two batches wait for each other's, neither would get on.
+    for entry in
+      select i.n, i.id, given[i.n] as new from unnest(ids) with ordinality i(id, n)
+      where (given[i.n]).dedupe_key is not null order by (given[i.n]).kind, (given[i.n]).dedupe_key, i.n
+    loop
+      select d.id, d.created into job from private.enqueue_deduped(entry.new, entry.id) d;
+      ids[entry.n] := job.id;
+      were_created[entry.n] := job.created;
+    end loop;
   exception when data_exception or integrity_constraint_violation then
     for entry in select e.value, e.n - 1 as n from jsonb_array_elements(enqueue_jobs.jobs) with ordinality e(value, n) loop
       begin
@@ -245,19 +256,6 @@ begin
     raise;
   end;
 
-  were_created := array_fill(true, array[cardinality(ids)]);
-  if cardinality(inserted) < cardinality(ids) then
-    for entry in
-      select i.n, given[i.n] as new
-      from unnest(ids) with ordinality i(id, n)
-      where not exists (select from unnest(inserted) d where d = i.id)
-      order by (given[i.n]).kind, (given[i.n]).dedupe_key, i.n
-    loop
-      select d.id, d.created into job from private.enqueue_deduped(entry.new) d;
-      ids[entry.n] := job.id;
-      were_created[entry.n] := job.created;
-    end loop;
-  end if;
   return query select u.id, u.created from unnest(ids, were_created) with ordinality as u(id, created, n) order by u.n;
 end $$;
 
@@ -268,7 +266,7 @@ language sql set search_path = pg_catalog, pg_temp as $$
   from public.enqueue_jobs(enqueue_jobs_as_json.jobs) with ordinality e(id, created, n)
 $$;
 
-revoke all on function private.check_job, private.enqueue_deduped, public.enqueue_job, public.enqueue_jobs,
+revoke all on function private.check_job, private.new_job_id, private.enqueue_deduped, public.enqueue_job, public.enqueue_jobs,
   public.enqueue_jobs_as_json from public, anon, authenticated;
-grant execute on function private.check_job, private.enqueue_deduped, public.enqueue_job, public.enqueue_jobs,
+grant execute on function private.check_job, private.new_job_id, private.enqueue_deduped, public.enqueue_job, public.enqueue_jobs,
   public.enqueue_jobs_as_json to service_role;

@@ -1,22 +1,33 @@
 -- Cancel and retry: how somebody else than a worker changes a job's course.
 --
--- Like the settle functions these lock rows in the order of their ids and wait one second for one that somebody else keeps
--- locked (55P03).
+-- Nobody waits for them long, and they raise for nobody's lock: a job that somebody else keeps locked, as an enqueue does that
+-- it has absorbed until that is committed, stays as it is and is missing from the answer.
 
 -- Cancels the jobs among these that wait or run, and returns their ids. A running one's token is void at once; its worker
 -- finds out at its next heartbeat and tells the handler by its signal.
 create function public.cancel_jobs(ids uuid[]) returns setof uuid
-language sql set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set enable_bitmapscan = off set jit = off set lock_timeout = '1s' as $$
-  update public.jobs j
+language plpgsql set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set jit = off set lock_timeout = '300ms' as $$
+declare
+  chosen uuid[];
+begin
+  begin
+    chosen := array(
+      select j.id from public.jobs j where j.id = any (cancel_jobs.ids) and j.status in ('pending', 'running')
+      order by j.id for no key update
+    );
+  exception when lock_not_available or deadlock_detected then
+    chosen := array(
+      select j.id from public.jobs j where j.id = any (cancel_jobs.ids) and j.status in ('pending', 'running')
+      order by j.id for no key update skip locked
+    );
+  end;
+  return query update public.jobs j
   set status = 'cancelled', lease_token = j.lease_token + 1, lease_expires_at = null, finished_at = clock_timestamp(),
     updated_at = clock_timestamp()
-  where j.id = any (array(
-    select h.id from public.jobs h where h.id = any (cancel_jobs.ids) and h.status in ('pending', 'running')
-    order by h.id for no key update
-  ))
-  returning j.id
-$$;
+  where j.id = any (chosen)
+  returning j.id;
+end $$;
 
 -- Puts dead and cancelled jobs back, with all their attempts: those with these ids, or dead ones, of `kind` or of any, the
 -- first to die first; at most `max_jobs`. Their failures are kept. Returns the ids of those that now wait. One whose dedupe
@@ -24,7 +35,7 @@ $$;
 create function public.retry_jobs(ids uuid[] default null, kind text default null, max_jobs int default 1000)
 returns setof uuid
 language plpgsql set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set enable_bitmapscan = off set jit = off set lock_timeout = '1s' set plan_cache_mode = force_custom_plan as $$
+set enable_seqscan = off set enable_bitmapscan = off set jit = off set plan_cache_mode = force_custom_plan as $$
 declare
   chosen uuid[];
 begin
@@ -44,7 +55,7 @@ begin
   chosen := array(
     select j.id from public.jobs j
     where j.id = any (chosen) and j.status in ('dead', 'cancelled') and (retry_jobs.kind is null or j.kind = retry_jobs.kind)
-    order by j.id limit retry_jobs.max_jobs for no key update
+    order by j.id limit retry_jobs.max_jobs for no key update skip locked
   );
   return query
   select r.id
