@@ -106,19 +106,16 @@ end $$;
 
 -- Takes the turn of a kind until the transaction ends; false when another claim has it.
 create function private.take_turn(kind text) returns boolean
-language plpgsql set search_path = pg_catalog, pg_temp as $$
+language plpgsql set search_path = pg_catalog, pg_temp set lock_timeout = '10ms' as $$
 begin
   perform from private.turns t where t.kind = take_turn.kind for no key update skip locked;
   if not found and not exists (select from private.turns t where t.kind = take_turn.kind) then
-    insert into private.turns (kind) select '' where not exists (select from private.turns t where t.kind = '');
-    -- One at a time: an insert would wait for another of the same row.
-    perform from private.turns t where t.kind = '' for no key update skip locked;
-    if found then
-      insert into private.turns (kind) values (take_turn.kind) on conflict do nothing;
-      perform from private.turns t where t.kind = take_turn.kind for no key update skip locked;
-    end if;
+    insert into private.turns (kind) values (take_turn.kind) on conflict do nothing;
+    perform from private.turns t where t.kind = take_turn.kind for no key update skip locked;
   end if;
   return found;
+exception when lock_not_available then
+  return false; -- the first claim of its kind has just come in between
 end $$;
 
 -- How many jobs of a kind its limits let start at that time, at most `max_jobs`.
