@@ -1,4 +1,4 @@
-import { type Handlers, PermanentError, RetryAfterError } from "../_shared/jobs.ts";
+import { type Handlers, type Job, PermanentError, RetryAfterError } from "../_shared/jobs.ts";
 import { dieOnce } from "./die_once.ts";
 
 /** At once, so that the lines stand in the order in which the handlers were entered. */
@@ -75,15 +75,19 @@ const poisonousErrors: Record<string, () => unknown> = {
     }),
 };
 
+/** Gives back when it was at work. */
+async function appendAndPause({ file, ms }: { file: string; ms: number }, job: Job) {
+  const from = performance.now();
+  append(file, job.id);
+  await pause(ms);
+  return { from, to: performance.now() };
+}
+
 export const handlers: Handlers = {
   echo: (payload) => payload,
   describe: ({ amount }, { signal, ...job }) => ({ ...job, amount, aborted: signal.aborted }),
-  async append({ file, ms }, job) {
-    const from = performance.now();
-    append(file, job.id);
-    await pause(ms);
-    return { from, to: performance.now() };
-  },
+  append: appendAndPause,
+  limited: appendAndPause,
   async wait_for_gate({ file }, job) {
     append(file, job.id);
     while (!await Deno.stat(`${file}.gate`).then(() => true, () => false)) await pause(10);

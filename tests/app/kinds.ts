@@ -12,6 +12,17 @@ export const kinds = {
   describe: { schema: z.object({ amount: z.coerce.number() }) },
   /** Writes its job's id as a line to a file, then waits; gives back when it was at work. */
   append: { schema: z.object({ file, ms: z.number().default(0) }) },
+  /** The same, with every limit declared. */
+  limited: {
+    schema: z.object({ file, ms: z.number().default(0) }),
+    concurrency: 1,
+    keyConcurrency: 2,
+    rateLimit: 1000,
+    ratePeriodSeconds: 1.5,
+    keepSucceededSeconds: 3600,
+    keepDeadSeconds: 7200,
+    keepCancelledSeconds: 0,
+  },
   /** Writes its job's id as a line to a file, and ends when the file `<file>.gate` is there. */
   wait_for_gate: { schema: z.object({ file }) },
   /** Throws what it is told to. */
