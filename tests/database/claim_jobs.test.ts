@@ -356,3 +356,154 @@ Deno.test("a due job is found wherever a round of the kinds begins and ends", as
     }
   }
 });
+
+Deno.test("jobs with a concurrency key and jobs without one share one order", async () => {
+  await db.sql`
+    insert into jobs (kind, payload, priority, concurrency_key)
+    select 'test', to_jsonb(n), n % 2, case when n % 3 = 0 then 'key ' || n end from generate_series(1, 24) n`;
+  const expected = await db.sql`
+    select array_agg(payload order by priority desc, available_at, id) as up,
+      array_agg(payload order by priority, available_at, id) as down
+    from jobs`;
+  const { up, down } = only(expected);
+  const order: unknown[] = [];
+  const sql = db.connect("postgres", { max: 1 });
+  await sql`select setseed(0.5)`;
+  const lowestFirst: boolean[] = [];
+  while (order.length < 24) {
+    const jobs = (await sql`select payload from claim_jobs('w', 6)`).map(({ payload }) => payload);
+    const left = (all: unknown[]) => new Set(all.filter((each) => !order.includes(each)).slice(0, 6));
+    const given = new Set(jobs);
+    lowestFirst.push(given.symmetricDifference(left(up)).size > 0);
+    if (lowestFirst.at(-1)) assert.deepEqual(given, left(down));
+    order.push(...jobs);
+  }
+  assert.ok(
+    lowestFirst.filter((each) => each).length <= 2,
+    "one pick in ten starts from the lowest priority",
+  );
+});
+
+Deno.test("one pick in ten starts from the lowest priority with keys too, of one key and of many", async () => {
+  for (const key of ["one", "key #"]) {
+    await db.sql`truncate jobs cascade`;
+    await db.sql`
+      insert into jobs (kind, priority, concurrency_key)
+      select 'test', p, replace(${key}, '#', n || '/' || p)
+      from unnest(array[-100, 0, 100]) p, generate_series(1, 300) n`;
+    const sql = db.connect("postgres", { max: 1 });
+    await sql`select setseed(0.42)`;
+    const picks: number[] = [];
+    for (let i = 0; i < 200; i++) {
+      const { id } = only(await claim(sql, 1));
+      picks.push((await job(sql, id)).priority);
+      await sql`delete from jobs where id = ${id}`;
+    }
+    const lowest = picks.filter((priority) => priority === -100).length;
+    assert.ok(lowest >= 8 && lowest <= 40, `${key}: ${lowest} of 200 picks were of the lowest priority`);
+    assert.equal(picks.filter((priority) => priority === 0).length, 0);
+  }
+});
+
+Deno.test("suspects with concurrency keys come by themselves too, and hold up neither others nor their key for ever", async () => {
+  await db.sql`
+    insert into jobs (kind, attempts, last_error, concurrency_key)
+    select 'test', 3, ${lost}, 'key ' || n % 4 from generate_series(1, 8) n`;
+  await db.sql`
+    insert into jobs (kind, concurrency_key, payload)
+    select 'test', 'key ' || n % 8, to_jsonb(n) from generate_series(1, 80) n`;
+  let claimed = 0;
+  for (let claims = 0; claims < 500 && claimed < 88; claims++) {
+    const rows = await db.sql`select id, suspect, concurrency_key from claim_jobs('w', 5)`;
+    const suspects = rows.filter(({ suspect }) => suspect).length;
+    assert.ok(suspects === 0 || rows.length === 1, `${suspects} of ${rows.length}`);
+    assert.equal(new Set(rows.map((row) => row.concurrency_key)).size, rows.length);
+    assert.ok(rows.length > 0, `empty with ${88 - claimed} jobs left`);
+    await db.sql`delete from jobs where id = any(${rows.map(({ id }) => id)})`;
+    claimed += rows.length;
+  }
+  assert.equal(claimed, 88);
+});
+
+/** Has 12,000 jobs claimed and completed while a transaction is open, so that their index entries stay; and 200 more wait. */
+async function fillWithDead(
+  priorities: number[] = [0],
+): Promise<Awaited<ReturnType<typeof openTransaction>>> {
+  const holder = await openTransaction(db);
+  await holder.sql`select pg_current_xact_id()`;
+  await db.sql`
+    insert into jobs (kind, priority) select 'test', p
+    from unnest(${priorities}::int[]) p, generate_series(1, 12000 / ${priorities.length}::int)`;
+  for (let batch = 0; batch < 12; batch++) {
+    const jobs = await claim(db.sql, 1000);
+    await db.sql`
+      select complete_jobs(${db.sql.json(jobs.map(({ id, lease_token }) => ({ id, lease_token })))})`;
+  }
+  await db.sql`
+    insert into jobs (kind, priority) select 'test', p
+    from unnest(${priorities}::int[]) p, generate_series(1, 200)`;
+  return holder;
+}
+
+const marks = async () => (await db.sql`select from private.low_water`).count;
+
+Deno.test("what has ended while a transaction stays open is walked over once: a mark is left, and gone when it closes", async () => {
+  const late = await openTransaction(db);
+  await late.sql`insert into jobs (kind, payload) values ('test', '"late"')`;
+  const holder = await fillWithDead();
+  const sql = db.connect("postgres", { max: 1 });
+  await claim(sql);
+  await claim(sql);
+  assert.equal(await marks(), 1);
+  await db.sql`update private.low_water set look_at = clock_timestamp() + interval '1 hour' where true`;
+  const { rows, buffers } = await cost(sql, "select * from claim_jobs('w', 10)");
+  assert.equal(rows, 10);
+  assert.ok(buffers < 400, `${buffers} buffers behind 12,000 jobs that have ended`);
+
+  await late.sql`commit`;
+  const found: unknown[] = [];
+  const payloads = async () =>
+    (await sql`select payload from claim_jobs('w', 100)`).map(({ payload }) => payload);
+  for (let jobs = await payloads(); jobs.length > 0; jobs = await payloads()) found.push(...jobs);
+  assert.equal(found.at(-1), "late", "a claim that would be empty looks before the mark");
+
+  await holder.sql`commit`;
+  await db.sql`vacuum jobs`;
+  await db.sql`update private.low_water set look_at = clock_timestamp() where true`;
+  for (let i = 0; i < 3; i++) {
+    await enqueue(sql);
+    assert.equal((await claim(sql)).length, 1);
+  }
+  assert.equal(await marks(), 0);
+});
+
+Deno.test("a job that comes in before a mark is found when it is time to look there, though others wait", async () => {
+  const late = await openTransaction(db);
+  await late.sql`insert into jobs (kind, payload) values ('test', '"late"')`;
+  const holder = await fillWithDead();
+  await claim(db.sql);
+  await claim(db.sql);
+  assert.equal(await marks(), 1);
+  await late.sql`commit`;
+  await db.sql`update private.low_water set look_at = clock_timestamp() where true`;
+  const [first] = await db.sql`select payload from claim_jobs('w', 10)`;
+  assert.equal(first?.payload, "late");
+  await holder.sql`commit`;
+});
+
+Deno.test("marks keep priorities in their order, one pick in ten from the lowest, and lose no job", async () => {
+  const holder = await fillWithDead([-5, 0, 5]);
+  const sql = db.connect("postgres", { max: 1 });
+  const picks: number[] = [];
+  for (let jobs = await claim(sql); jobs.length > 0; jobs = await claim(sql)) {
+    const { priority } = await job(sql, jobs[0]?.id ?? "");
+    picks.push(priority);
+    assert.equal(new Set(jobs.map(({ id }) => id)).size, jobs.length);
+  }
+  assert.ok((await marks()) > 0);
+  assert.equal((await sql`select from jobs where status = 'pending'`).count, 0);
+  const first = picks.slice(0, 15);
+  assert.ok(first.filter((priority) => priority === 5).length > 8, first.join());
+  assert.ok(first.every((priority) => priority !== 0), first.join());
+  await holder.sql`commit`;
+});

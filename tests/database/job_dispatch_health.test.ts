@@ -433,3 +433,36 @@ Deno.test("a poke from before pg_net was created anew is not taken for one that 
   await enqueue(db.sql);
   assert.ok(!(await item(db.sql, "worker")).detail.includes("not sent yet"));
 });
+
+Deno.test("jobs that their limits keep waiting are no sign of trouble, but those that nobody takes although they may start are", async () => {
+  const ready = () => item(db.sql, "ready jobs");
+  await db.sql`
+    insert into job_kinds (kind, paused, concurrency, rate_limit)
+    values ('paused', true, null, null), ('full', false, 1, null), ('rated', false, null, 1)`;
+  await db.sql`
+    insert into jobs (kind, concurrency_key, available_at)
+    select kind, case when kind = 'keyed' then 'one' end, clock_timestamp() - interval '10 minutes'
+    from unnest(array['paused', 'full', 'rated', 'keyed']) kind, generate_series(1, 20)`;
+  assert.equal((await ready()).ok, false, "nobody has ever taken one");
+  await db.sql`select * from claim_jobs('w', 100)`;
+  assert.deepEqual(await ready(), { ok: true, detail: "none", todo: null });
+
+  // A place that has just become free, and one that has been for long.
+  for (const kind of ["full", "keyed"]) {
+    const { id, lease_token } = only(
+      await db.sql`select id, lease_token from jobs where status = 'running' and kind = ${kind}`,
+    );
+    await db.sql`select complete_job(${id}, ${lease_token})`;
+    const { ok, detail } = await ready();
+    assert.equal(ok, true, `${kind}: ${detail}`);
+    assert.match(detail, /^1, the oldest due since /);
+    await db.sql`update jobs set finished_at = finished_at - interval '31 seconds' where id = ${id}`;
+    assert.equal((await ready()).ok, false, kind);
+    await db.sql`select * from claim_jobs('w', 100)`;
+    assert.equal((await ready()).ok, true, kind);
+  }
+  await db.sql`update private.starts set at = at - interval '2 minutes' where true`;
+  await db
+    .sql`update jobs set locked_at = locked_at - interval '31 seconds' where kind = 'rated' and status = 'running'`;
+  assert.equal((await ready()).ok, false);
+});

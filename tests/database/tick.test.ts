@@ -212,3 +212,42 @@ Deno.test("what is rescued gets a worker at once, although the one that was lost
   await db.sql`select private.tick()`;
   assert.equal(await queuedPokes(db.sql), 1);
 });
+
+/** How many pokes one tick queues, when nothing else is queued. */
+async function pokesOfTick(): Promise<number> {
+  await emptyNetQueue(db.sql);
+  await db.sql`select private.tick()`;
+  return await queuedPokes(db.sql);
+}
+
+Deno.test("it pokes nobody for jobs that their limits keep waiting, and somebody once one may start", async () => {
+  await setUpDispatch(db);
+  await db.sql`
+    insert into job_kinds (kind, paused, concurrency, rate_limit)
+    values ('paused', true, null, null), ('full', false, 1, null), ('rated', false, null, 1)`;
+  await db.sql`
+    insert into jobs (kind, concurrency_key)
+    select kind, case when kind = 'keyed' then 'one' end
+    from unnest(array['paused', 'full', 'rated', 'keyed']) kind, generate_series(1, 300)`;
+  await db.sql`update jobs set available_at = available_at - interval '1 minute' where true`;
+  assert.equal((await claim(db.sql, 100)).length, 3);
+  assert.equal(await pokesOfTick(), 0);
+
+  const complete = async (kind: string) => {
+    const { id, lease_token } = only(
+      await db.sql`select id, lease_token from jobs where status = 'running' and kind = ${kind}`,
+    );
+    await db.sql`select complete_job(${id}, ${lease_token})`;
+    return await pokesOfTick();
+  };
+  assert.equal(await complete("rated"), 0, "the rate is used up all the same");
+  await db.sql`update jobs set finished_at = finished_at - interval '5 seconds' where status = 'succeeded'`;
+  // Two workers run a job yet: what they leave is poked for after a second.
+  assert.equal(await complete("keyed"), 0);
+  await db.sql`update jobs set finished_at = finished_at - interval '5 seconds' where status = 'succeeded'`;
+  assert.equal(await pokesOfTick(), 1);
+  assert.equal((await claim(db.sql)).length, 1);
+  assert.equal(await pokesOfTick(), 0);
+  await db.sql`update job_kinds set paused = false where true`;
+  assert.ok(await pokesOfTick() >= 1);
+});

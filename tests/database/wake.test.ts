@@ -204,3 +204,14 @@ Deno.test("a poke that fails leaves the caller's transaction usable", async () =
   });
   assert.equal((await db.sql`select from jobs`).count, 2);
 });
+
+Deno.test("a job of a paused kind makes no poke, unless one beside it may start", async () => {
+  await setUpDispatch(db);
+  await db.sql`insert into job_kinds (kind, paused) values ('paused', true)`;
+  assert.equal(await pokesOf(db.sql, () => enqueue(db.sql, "paused")), 0);
+  const both = () => db.sql`insert into jobs (kind) values ('paused'), ('test')`;
+  assert.equal(await pokesOf(db.sql, both), 1);
+  await emptyNetQueue(db.sql);
+  await db.sql`update job_kinds set paused = false where true`;
+  assert.equal(await pokesOf(db.sql, () => enqueue(db.sql, "paused")), 1);
+});
