@@ -368,3 +368,104 @@ Deno.test("a paused or saturated kind with 20,000 jobs costs the others nothing"
   const after = await buffersOf();
   assert.ok(after < 2 * before, `${before} buffers before, ${after} after`);
 });
+
+Deno.test("kinds share a claim fairly with limits too, and what a limited kind cannot use goes to the others", async () => {
+  await set("limited", { concurrency: 3 });
+  await set("rated", { rate_limit: 5 });
+  await add(2_000, "limited");
+  await add(2_000, "rated");
+  await add(2_000, "one_key", "one");
+  await add(2_000, "many_keys", "key #");
+  await add(2_000, "plain");
+  const kinds = (await claim(db.sql, 100)).map(({ kind }) => kind);
+  const count = (kind: string) => kinds.filter((each) => each === kind).length;
+  assert.deepEqual(["limited", "rated", "one_key"].map(count), [3, 5, 1]);
+  assert.equal(kinds.length, 100);
+  assert.ok(count("many_keys") >= 20 && count("plain") >= 20, `${count("many_keys")} and ${count("plain")}`);
+  await add(1, "late");
+  assert.equal((await claim(db.sql, 10)).filter(({ kind }) => kind === "late").length, 1);
+});
+
+Deno.test("a claim answers empty only when the limits let nothing start, whatever kinds, keys and priorities wait", async () => {
+  for (const seed of Array.from({ length: 4 }, () => Math.random())) {
+    await db.sql`truncate jobs, job_kinds, private.turns, private.starts cascade`;
+    await db.sql`insert into private.turns values ('')`;
+    await db.sql.begin(async (sql) => {
+      await sql`select setseed(${seed})`;
+      await sql`
+        insert into job_kinds (kind, paused, concurrency, key_concurrency, rate_limit)
+        select 'kind_' || k, random() < 0.1, case when random() < 0.4 then ceil(random() * 8) end,
+          case when random() < 0.4 then ceil(random() * 4) end, case when random() < 0.3 then ceil(random() * 8) end
+        from generate_series(1, 40) k`;
+      await sql`
+        insert into jobs (kind, concurrency_key, priority, available_at)
+        select 'kind_' || ceil(power(random(), 3) * 45), case when random() < 0.7 then 'key ' || floor(power(random(), 4) * 200) end,
+          floor(random() * 3), clock_timestamp() + case when random() < 0.2 then interval '1 hour' else '0' end
+        from generate_series(1, 3000)`;
+    });
+    const allowed = await db.sql<{ kind: string; n: number }[]>`
+      select kind, least(sum(n), k.concurrency, k.rate_limit)::int as n
+      from (
+        select j.kind, case when j.concurrency_key is null then count(*)
+          else least(count(*), coalesce(max(k.key_concurrency), 1)) end as n
+        from jobs j left join job_kinds k using (kind)
+        where j.available_at <= clock_timestamp() and k.paused is not true
+        group by j.kind, j.concurrency_key
+      ) by_key left join job_kinds k using (kind)
+      group by kind, k.concurrency, k.rate_limit order by kind`;
+    await claimAll(db.sql, 20 + Math.floor(seed * 80));
+    const started = await db.sql`
+      select kind, count(*)::int as n from jobs where status = 'running' group by kind order by kind`;
+    assert.deepEqual([...started], [...allowed], `seed ${seed}`);
+  }
+});
+
+Deno.test("places are exact when 16 workers crash, fail, release and complete while an operator changes the limits", async () => {
+  const highest = { concurrency: 6, key_concurrency: 2 };
+  await set("test", highest);
+  await db.sql`
+    insert into jobs (kind, concurrency_key, max_attempts)
+    select 'test', case when n % 2 = 0 then 'key ' || n % 7 end, 1000 from generate_series(1, 150) n`;
+  const workers = db.connect("postgres", { max: 16 });
+  let over = false;
+  const one = async () => {
+    while (!over) {
+      const jobs = await claim(workers, 1 + Math.floor(Math.random() * 4));
+      for (const { id, lease_token } of jobs) {
+        const dice = Math.random();
+        if (dice < 0.1) await workers`select fail_job(${id}, ${lease_token}, 'x', interval '10 ms')`;
+        else if (dice < 0.2) await workers`select release_jobs(${workers.json([{ id, lease_token }])})`;
+        else if (dice < 0.3) {
+          await workers`update jobs set lease_expires_at = locked_at where id = ${id} and status = 'running'`;
+        } else await complete(workers, [{ id, lease_token }]);
+      }
+      over = over ||
+        (await workers`select from jobs where status in ('pending', 'running') limit 1`).count === 0;
+    }
+  };
+  const operator = async () => {
+    while (!over) {
+      await db.sql`select rescue_expired_jobs()`;
+      const concurrency = 1 + Math.floor(Math.random() * highest.concurrency);
+      await set("test", {
+        concurrency,
+        key_concurrency: 1 + Math.floor(Math.random() * highest.key_concurrency),
+      });
+    }
+  };
+  let most = { all: 0, of_a_key: 0 };
+  const observer = async () => {
+    while (!over) {
+      const counted = only(
+        await db.sql<{ all: number; of_a_key: number }[]>`
+          select coalesce(sum(n), 0)::int as all, coalesce(max(n) filter (where concurrency_key is not null), 0)::int as of_a_key
+          from (select concurrency_key, count(*) as n from jobs where status = 'running' group by 1) r`,
+      );
+      most = { all: Math.max(most.all, counted.all), of_a_key: Math.max(most.of_a_key, counted.of_a_key) };
+    }
+  };
+  await Promise.all([operator(), observer(), ...Array.from({ length: 16 }, one)]);
+  assert.ok(most.all <= highest.concurrency, `${most.all} ran at once`);
+  assert.ok(most.of_a_key <= highest.key_concurrency, `${most.of_a_key} of a key ran at once`);
+  assert.equal((await db.sql`select from jobs where status = 'succeeded'`).count, 150);
+});
