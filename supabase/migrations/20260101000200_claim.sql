@@ -310,23 +310,20 @@ begin
             ) r)
           - (select count(*) from unnest(used || keys) u where u = k.key) as places
         from (select distinct a.key from ahead a where a.key <> all (full_keys)) k
+      ), numbered as (
+        select a.*, o.places, row_number() over (partition by a.key order by a.available_at, a.id) as nth
+        from ahead a join open o on o.key = a.key
+        where a.id <> all (taken || passed)
       ), admitted as (
         select n.*, count(*) filter (where not n.suspect) over (order by n.available_at, n.id) as others
-        from (
-          select a.*, row_number() over (partition by a.key order by a.available_at, a.id) as nth
-          from ahead a
-          where a.id <> all (taken || passed)
-        ) n
-        join open o on o.key = n.key and n.nth <= o.places
+        from numbered n
+        where n.nth <= n.places
       )
       select
         (select coalesce(array_agg(a.id order by a.available_at, a.id), '{}') from admitted a where a.others <= left_places.n) as ids,
         (select coalesce(array_agg(a.key order by a.available_at, a.id), '{}') from admitted a where a.others <= left_places.n) as keys,
         (select coalesce(array_agg(a.id), '{}') from admitted a where a.suspect and a.others <= left_places.n) as suspects,
-        array(
-          select o.key from open o
-          where o.places < (select count(*) from ahead a where a.key = o.key and a.id <> all (taken || passed))
-        ) as full_keys,
+        array(select n.key from numbered n where n.nth = greatest(n.places, 0) + 1) as full_keys,
         (select count(*) from ahead) as jobs,
         (select a.available_at from ahead a order by a.available_at desc, a.id desc limit 1) as last_at,
         (select a.id from ahead a order by a.available_at desc, a.id desc limit 1) as last_id
