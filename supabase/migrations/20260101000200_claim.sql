@@ -456,7 +456,9 @@ begin
     got := array(
       select j.id from unnest(chosen.ids, chosen.keys) c(id, key)
       join public.jobs j on j.id = c.id and j.concurrency_key = c.key
-      where j.status = 'pending' and j.kind = pick_jobs.kind and j.available_at <= due for no key update of j skip locked
+      -- Not =, or with stale statistics the planner looks for each of them in the index of all that are pending.
+      where j.status is not distinct from 'pending' and j.kind = pick_jobs.kind and j.available_at <= due
+      for no key update of j skip locked
     );
     keyed := keyed || got;
     keyed_suspects := keyed_suspects || array(select g from unnest(got) g where g = any (chosen.suspects));
