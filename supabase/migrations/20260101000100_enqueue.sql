@@ -231,6 +231,9 @@ begin
   exception when data_exception or integrity_constraint_violation then
     for entry in select e.value, e.n - 1 as n from jsonb_array_elements(enqueue_jobs.jobs) with ordinality e(value, n) loop
       begin
+        if jsonb_typeof(entry.value) <> 'object' then
+          raise exception 'it is %, not an object', jsonb_typeof(entry.value) using errcode = '22023';
+        end if;
         select r.* into job from jsonb_to_record(entry.value) as r(
           kind text, payload jsonb, delay interval, available_at timestamptz, priority int, max_attempts int,
           dedupe_key text, dedupe text, concurrency_key text, context jsonb
