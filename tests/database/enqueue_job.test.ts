@@ -17,9 +17,10 @@ Deno.test("what is given is stored as it is", async () => {
   const { id } = only(
     await db.sql`
       select enqueue_job('test', '["ü", null, 1.50]', priority => -7, max_attempts => 3,
-        context => '{"user": 5}') as id`,
+        context => '{"user": 5}', dedupe_key => 'k', dedupe => 'once', concurrency_key => 'c') as id`,
   );
   const row = await job(db.sql, id);
+  assert.deepEqual([row.dedupe_key, row.dedupe, row.concurrency_key], ["k", "once", "c"]);
   assert.deepEqual([row.payload, row.priority, row.max_attempts, row.context], [["ü", null, 1.5], -7, 3, {
     user: 5,
   }]);
@@ -69,6 +70,15 @@ Deno.test("an argument that is not usable is refused and named", async () => {
     ["'test', priority => null", /priority null is not/],
     ["'test', max_attempts => 0", /max_attempts 0 is not/],
     ["'test', max_attempts => 1001", /max_attempts 1001 is not/],
+    ["'test', dedupe_key => ''", /dedupe_key has 0 characters/],
+    ["'test', dedupe_key => repeat('x', 513)", /dedupe_key has 513 characters/],
+    [
+      "'test', dedupe_key => 'k', dedupe => 'always'",
+      /dedupe 'always' is not active, waiting, replace or once/,
+    ],
+    ["'test', dedupe => null", /dedupe null is not/],
+    ["'test', concurrency_key => ''", /concurrency_key has 0 characters/],
+    ["'test', concurrency_key => repeat('x', 513)", /concurrency_key has 513 characters/],
   ];
   for (const [call, message] of cases) {
     await assert.rejects(db.sql.unsafe(`select enqueue_job(${call})`), { code: "22023", message }, call);
