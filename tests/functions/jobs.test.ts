@@ -3,10 +3,21 @@ import { join } from "node:path";
 import type postgres from "postgres";
 import { type Gateway, startGateway } from "../../scripts/local/gateway.ts";
 import { makeKeys } from "../../scripts/local/keys.ts";
-import { enqueueJob, JobError, jobStats } from "../../supabase/functions/_shared/jobs.ts";
+import {
+  cancelJobs,
+  claimJobs,
+  completeJob,
+  enqueueJob,
+  enqueueJobs,
+  failJob,
+  JobError,
+  jobStats,
+  purgeJobs,
+  retryJobs,
+} from "../../supabase/functions/_shared/jobs.ts";
 import { createDatabase, projectDir, type TestDatabase } from "../support.ts";
 
-/** enqueueJob as an app's functions call it, with the kinds of the app as it is shipped, through REST. */
+/** jobs.ts as an app's functions call it, with the kinds of the app as it is shipped, through REST. */
 
 let db: TestDatabase;
 let sql: postgres.Sql;
@@ -71,15 +82,20 @@ Deno.test("every option arrives", async () => {
     delay: 90.5,
     priority: -7,
     maxAttempts: 2,
+    dedupeKey: "ada",
+    dedupe: "once",
+    concurrencyKey: "mails to ada",
     context: { user: "ada", roles: [1, null] },
   });
   const [row] = await sql`
-    select priority, max_attempts, context, extract(epoch from available_at - created_at)::float8 as delay
+    select priority, max_attempts, context, dedupe_key, dedupe, concurrency_key,
+      extract(epoch from available_at - created_at)::float8 as delay
     from jobs where id = ${id}`;
   assert.deepEqual([row?.priority, row?.max_attempts, row?.context], [-7, 2, {
     user: "ada",
     roles: [1, null],
   }]);
+  assert.deepEqual([row?.dedupe_key, row?.dedupe, row?.concurrency_key], ["ada", "once", "mails to ada"]);
   assert(Math.abs(row?.delay - 90.5) < 0.1, `delayed by ${row?.delay} s`);
 
   const availableAt = new Date("2100-01-02T03:04:05.678Z");
@@ -154,6 +170,97 @@ Deno.test("what has no JSON is refused before anything is written", async () => 
     assert.equal(error.code, "invalid_payload");
     assert.match(error.detail, why);
   }
+});
+
+Deno.test("with a dedupe key, a second enqueue gives back the id of the job that holds it", async () => {
+  const options = { dedupeKey: "same", dedupe: "waiting" } as const;
+  const id = await enqueueJob("send_email", welcome, options);
+  assert.equal(await enqueueJob("send_email", welcome, options), id);
+  assert.notEqual(await enqueueJob("send_email", welcome, { ...options, dedupeKey: "other" }), id);
+});
+
+const batchOf = (count: number) =>
+  Array.from({ length: count }, (_, n) => ({ kind: "send_email", payload: welcome, context: n } as const));
+
+Deno.test("3,000 jobs are enqueued in one call, their ids in the order given", async () => {
+  const answers = await enqueueJobs(batchOf(3_000));
+  assert(answers.every(({ created }) => created));
+  const rows = await sql`
+    select j.context from unnest(${answers.map(({ id }) => id)}::uuid[]) with ordinality u(id, n)
+    join jobs j using (id) order by u.n`;
+  assert.deepEqual(rows.map(({ context }) => context), Array.from({ length: 3_000 }, (_, n) => n));
+});
+
+Deno.test("each job of a batch has options of its own, and one whose key is held says that it was not created", async () => {
+  const [first, second, third] = await enqueueJobs([
+    { kind: "send_email", payload: welcome, dedupeKey: "batch", dedupe: "replace", maxAttempts: 3 },
+    { kind: "send_email", payload: welcome, availableAt: new Date("2100-01-01"), concurrencyKey: "c" },
+    { kind: "send_email", payload: welcome, dedupeKey: "batch", dedupe: "replace", priority: 5, delay: 60 },
+  ]);
+  assert(first && second && third);
+  assert.deepEqual([first.created, second.created, third.created], [true, true, false]);
+  assert.equal(third.id, first.id);
+  const { priority, max_attempts } = await job(first.id);
+  assert.deepEqual([priority, max_attempts], [5, null], "of the same replace key in one call the last wins");
+  const { concurrency_key, available_at } = await job(second.id);
+  assert.deepEqual([concurrency_key, available_at], ["c", new Date("2100-01-01")]);
+  assert.deepEqual(await enqueueJobs([]), []);
+});
+
+Deno.test("a batch with one entry that does not fit is refused as a whole, and the entry is named", async () => {
+  const good = { kind: "send_email", payload: welcome } as const;
+  // @ts-expect-error: no such kind
+  const misspelt = await refusal(() => enqueueJobs([good, { kind: "sned_email", payload: welcome }]));
+  assert.equal(misspelt.code, "unknown_kind");
+  assert.match(misspelt.message, /^enqueueJobs: entry 1: no kind "sned_email"/);
+  const misfit = await refusal(() =>
+    // @ts-expect-error: no such template
+    enqueueJobs([good, good, { kind: "send_email", payload: { to: "a@example.com", template: "goodbye" } }])
+  );
+  assert.equal(misfit.code, "invalid_payload");
+  assert(
+    misfit.message.startsWith("enqueueJobs: entry 2: payload of send_email: template: "),
+    misfit.message,
+  );
+  const noJson = await refusal(() => enqueueJobs([good, { ...good, context: 1n }]));
+  assert.equal(noJson.code, "invalid_payload");
+  assert.match(noJson.message, /^enqueueJobs: entry 1: context has no JSON: /);
+  for (
+    const [options, detail] of [
+      [{ priority: 101 }, /entry 1: priority 101/],
+      [{ delay: NaN }, /entry 1: .*"NaN seconds"/],
+      [{ delay: 1, availableAt: new Date() }, /entry 1: both delay and available_at/],
+      [{ dedupeKey: "" }, /entry 1: dedupe_key has 0 characters/],
+      [{ concurrencyKey: "x".repeat(513) }, /entry 1: concurrency_key has 513 characters/],
+    ] as const
+  ) {
+    const error = await refusal(() => enqueueJobs([good, { ...good, ...options }]));
+    assert.equal(error.code, "22023");
+    assert.match(error.message, detail);
+  }
+});
+
+Deno.test("jobs are cancelled, put back and purged; a failure whose key a newer job holds says cancelled", async () => {
+  await sql`delete from jobs where true`;
+  const options = { dedupeKey: "k", dedupe: "waiting" } as const;
+  const id = await enqueueJob("send_email", welcome, options);
+  assert.deepEqual(await cancelJobs([id]), [id]);
+  assert.deepEqual(await cancelJobs([id]), []);
+  assert.deepEqual(await retryJobs({ kind: "send_email" }), [], "by kind dead ones only");
+  assert.deepEqual(await retryJobs({ ids: [id], maxJobs: 1 }), [id]);
+
+  const [claimed] = await claimJobs("w");
+  assert(claimed);
+  const newer = await enqueueJob("send_email", welcome, options);
+  assert.equal(await failJob(id, claimed.leaseToken, "x"), "cancelled");
+  assert.match((await job(id)).last_error, /^x\nsuperseded/);
+
+  const [next] = await claimJobs("w");
+  assert.equal(next?.id, newer);
+  assert.equal(await completeJob(newer, next.leaseToken), true);
+  await sql`update jobs set finished_at = now() - interval '8 days' where true`;
+  assert.equal(await purgeJobs(1), 1);
+  assert.equal(await purgeJobs(), 1);
 });
 
 /** Enqueues a job in a process of its own with this environment; gives back its id, or what the error says. */

@@ -55,9 +55,10 @@ Deno.test("the README", async (t) => {
   });
 
   await t.step(
-    "the example kind, handler and enqueue fit together, and leaving one out is a type error",
+    "the example kind, handler and enqueues fit together, and leaving one out is a type error",
     async () => {
-      const [kind, handler, enqueue] = blocks("ts");
+      const [kind, handler, enqueue, enqueueMany] = blocks("ts");
+      assert.match(enqueueMany ?? "", /await enqueueJobs\(/);
       const app = join(clone.dir, "supabase/functions/_app");
       if ((await Deno.readTextFile(join(app, "kinds.ts"))).includes("resize_image")) return; // followed already
       const edit = async (file: string, from: string, to: string) => {
@@ -69,7 +70,11 @@ Deno.test("the README", async (t) => {
       await edit("kinds.ts", "export const kinds = {", `export const kinds = {\n${kind}`);
       await Deno.writeTextFile(join(app, "handlers/resize_image.ts"), handler ?? "");
       await Deno.mkdir(join(app, "../example"));
-      await Deno.writeTextFile(join(app, "../example/index.ts"), enqueue ?? "");
+      const importMany = 'import { enqueueJobs } from "../_shared/jobs.ts";';
+      await Deno.writeTextFile(
+        join(app, "../example/index.ts"),
+        [enqueue, importMany, enqueueMany].join("\n"),
+      );
       const without = await check();
       assert.notEqual(without.code, 0);
       assert.match(without.output, /resize_image/);

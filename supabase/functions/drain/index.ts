@@ -21,7 +21,7 @@ Deno.serve(async (request) => {
     for (const { kind, status } of results) {
       const queue = queues[kind] ??= { succeeded: 0, failed: 0, dead: 0 };
       if (status === "succeeded") queue.succeeded++;
-      else if (status === "pending") queue.failed++;
+      else if (status === "pending" || status === "cancelled") queue.failed++;
       else if (status === "dead") queue.dead++;
       else if (status === "lost") errors++;
     }
