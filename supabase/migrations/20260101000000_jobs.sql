@@ -74,20 +74,14 @@ create table public.jobs (
 ) with (
   -- Every job is updated twice and its old versions are garbage at once: half a page is left for the new ones, and vacuum
   -- starts after a fixed count, not after a fifth of a table that may hold a million finished jobs.
-  fillfactor = 50,
-  autovacuum_vacuum_scale_factor = 0,
-  autovacuum_vacuum_threshold = 2000,
-  autovacuum_analyze_scale_factor = 0,
-  autovacuum_analyze_threshold = 10000,
-  autovacuum_vacuum_cost_delay = 0
+  fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 2000,
+  autovacuum_analyze_scale_factor = 0, autovacuum_analyze_threshold = 10000, autovacuum_vacuum_cost_delay = 0
 );
 
 comment on table public.jobs is 'One row per job. Waiting for its retry: pending and attempts > 0, with last_error.';
-comment on column public.jobs.kind is 'Names the handler.';
 comment on column public.jobs.priority is '-100 to 100; higher first within a kind.';
 comment on column public.jobs.attempts is 'Counted at claim, so it includes the attempt that runs now.';
 comment on column public.jobs.max_attempts is 'Null: as its kind says in job_kinds, else 5.';
-comment on column public.jobs.available_at is 'Not claimed before this time.';
 comment on column public.jobs.locked_at is 'When the last attempt was claimed; kept when it ends.';
 comment on column public.jobs.locked_by is 'The worker of the last attempt; kept when it ends.';
 comment on column public.jobs.lease_expires_at is 'Null unless running. After this time the job is rescued.';
@@ -96,8 +90,6 @@ comment on column public.jobs.dedupe_key is 'Of jobs with the same kind and key 
 comment on column public.jobs.dedupe is
   'Until when the job holds its key: active, while it waits or runs; waiting and replace, while it waits; once, while there is a row.';
 comment on column public.jobs.concurrency_key is 'Of jobs with the same kind and key, key_concurrency (1) run at once.';
-comment on column public.jobs.context is 'Who asked for the job, as the enqueuer recorded it.';
-comment on column public.jobs.result is 'What the handler returned.';
 comment on column public.jobs.last_error is 'What the last failed attempt threw; kept when a later attempt succeeds.';
 
 -- The order of the claim. It ends in id, or equal timestamps would be sorted at every claim. Jobs with a concurrency key
@@ -116,8 +108,7 @@ create index jobs_leases on public.jobs (lease_expires_at) where status = 'runni
 
 -- Who holds a dedupe key. An enqueue that meets a holder is absorbed by it.
 create unique index jobs_dedupe on public.jobs (kind, dedupe_key)
-  where dedupe_key is not null
-    and (status = 'pending' or dedupe = 'once' or (dedupe = 'active' and status = 'running'));
+  where dedupe_key is not null and (status = 'pending' or dedupe = 'once' or (dedupe = 'active' and status = 'running'));
 
 -- For statistics: what waits for a retry (true) or for its time. For statistics and the purge: what has ended. What is
 -- included spares reading the table.
@@ -162,7 +153,6 @@ create table public.job_kinds (
 );
 comment on table public.job_kinds is
   'Settings per kind, one optional row each. Null: 5 attempts, 45000 ms, 30 s, 2, 1 h, 0.2; no limit, but 1 per key; per minute; 7, 30 and 7 days. A change holds from the next claim on.';
-comment on column public.job_kinds.timeout_ms is 'How long one attempt may run.';
 comment on column public.job_kinds.backoff_base is
   'After attempt n the wait is base × factor^n, at most cap, drawn evenly from the last jitter (0.2: the last 20 %) below that.';
 comment on column public.job_kinds.concurrency is 'How many run at once, over all workers.';
@@ -207,8 +197,7 @@ begin
     cross join lateral (select to_jsonb(d) - array['kind', 'paused', 'declared'] as declared) c
     -- A conflict locks the row even when there is nothing to change, and an operator's open transaction would then hold up
     -- every worker that starts.
-    where not exists (select from public.job_kinds o where o.kind = d.kind and o.declared = c.declared)
-    order by d.kind
+    where not exists (select from public.job_kinds o where o.kind = d.kind and o.declared = c.declared) order by d.kind
     on conflict (kind) do update set (
         max_attempts, timeout_ms, backoff_base, backoff_factor, backoff_cap, backoff_jitter, concurrency, key_concurrency,
         rate_limit, rate_period, keep_succeeded, keep_dead, keep_cancelled, declared
@@ -221,8 +210,7 @@ begin
           null::public.job_kinds,
           -- What an operator changed since the last declaration wins over the new one.
           excluded.declared || coalesce((
-            select jsonb_object_agg(c.key, c.value)
-            from jsonb_each(to_jsonb(k) - array['kind', 'paused', 'declared']) c
+            select jsonb_object_agg(c.key, c.value) from jsonb_each(to_jsonb(k) - array['kind', 'paused', 'declared']) c
             where c.value is distinct from coalesce(k.declared -> c.key, 'null')
           ), '{}')
         ) m
@@ -243,8 +231,7 @@ begin
   ));
 
   return query
-  select k.kind, coalesce(k.max_attempts, 5), coalesce(k.timeout_ms, 45000)
-  from public.job_kinds k
+  select k.kind, coalesce(k.max_attempts, 5), coalesce(k.timeout_ms, 45000) from public.job_kinds k
   where k.kind in (select e ->> 'kind' from jsonb_array_elements(declarations) e);
 end $$;
 revoke all on function public.declare_job_kinds from public, anon, authenticated;

@@ -62,9 +62,7 @@ begin
   elsif length(check_job.concurrency_key) not between 1 and 512 then
     wrong := format('concurrency_key has %s characters, not 1 to 512', length(check_job.concurrency_key));
   end if;
-  if wrong is not null then
-    raise exception 'enqueue_job: %', wrong using errcode = '22023', hint = hint;
-  end if;
+  if wrong is not null then raise exception 'enqueue_job: %', wrong using errcode = '22023', hint = hint; end if;
 end $$;
 
 -- An id as jobs.id has by default, for who must know it before the insert.
@@ -95,16 +93,12 @@ begin
         set payload = new.payload, available_at = new.available_at, priority = new.priority, max_attempts = new.max_attempts,
           concurrency_key = new.concurrency_key, context = new.context, attempts = 0, last_error = null,
           updated_at = clock_timestamp()
-        where j.kind = new.kind and j.dedupe_key = new.dedupe_key and j.status = 'pending'
-        returning j.id into id;
+        where j.kind = new.kind and j.dedupe_key = new.dedupe_key and j.status = 'pending' returning j.id into id;
       else
         select j.id into id from public.jobs j
-        where j.kind = new.kind and j.dedupe_key = new.dedupe_key and j.status = 'pending'
-        for share;
+        where j.kind = new.kind and j.dedupe_key = new.dedupe_key and j.status = 'pending' for share;
       end if;
-      if id is null then
-        raise no_data_found;
-      end if;
+      if id is null then raise no_data_found; end if;
     exception when no_data_found then
       -- Undone, since a row that turns out to be claimed is locked by now, and its worker would wait for this transaction.
       null;
@@ -136,16 +130,9 @@ end $$;
 --
 -- Raises 22023 naming the argument that is not usable.
 create function public.enqueue_job(
-  kind text,
-  payload jsonb default '{}',
-  delay interval default null,
-  available_at timestamptz default null,
-  priority int default 0,
-  max_attempts int default null,
-  dedupe_key text default null,
-  dedupe text default 'active',
-  concurrency_key text default null,
-  context jsonb default null
+  kind text, payload jsonb default '{}', delay interval default null, available_at timestamptz default null,
+  priority int default 0, max_attempts int default null, dedupe_key text default null, dedupe text default 'active',
+  concurrency_key text default null, context jsonb default null
 ) returns uuid
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_variable

@@ -2,8 +2,8 @@
 --
 -- Each kind that waits gets a fair share of a claim, so a hundred thousand jobs of one kind do not delay another's first.
 -- Within a kind the higher priority goes first and then the one enqueued first; one pick in ten starts from the lowest
--- priority, so that nothing starves. A claim's cost depends on what it takes, not on what waits: kinds, priorities and
--- concurrency keys are stepped through by index, one probe each, and delayed jobs are never walked over.
+-- priority, so that nothing starves. A claim's cost depends on what it takes, not on what waits: kinds and priorities are
+-- stepped through by index, one probe each, and delayed jobs are not walked over.
 --
 -- Invariants of flow control
 --   * Nothing counts but rows: those that run, and private.starts for the rate. Nobody can leak a place.
@@ -55,23 +55,13 @@ grant select, insert, update, delete on private.turns, private.starts, private.l
 create function private.next_kind(after text, marked boolean default true) returns text
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
-  mark text;
+  beyond constant text := repeat('z', 64); -- longer than a kind may be
+  mark text := beyond;
 begin
   if marked then
-    mark := (select m.kind from private.low_water m where m.kind > after order by m.kind, m.priority limit 1);
+    select coalesce(min(m.kind), beyond) into mark from private.low_water m where m.kind > after;
   end if;
-  if mark is null then
-    return least((
-      select j.kind from public.jobs j
-      where j.status = 'pending' and j.concurrency_key is null and j.kind > after
-      order by j.kind, j.priority desc, j.available_at, j.id limit 1
-    ), (
-      select j.kind from public.jobs j
-      where j.status = 'pending' and j.concurrency_key is not null and j.kind > after
-      order by j.kind, j.priority desc, j.available_at, j.id limit 1
-    ));
-  end if;
-  return least(mark, (
+  return nullif(least(mark, (
     select j.kind from public.jobs j
     where j.status = 'pending' and j.concurrency_key is null and j.kind > after and j.kind < mark
     order by j.kind, j.priority desc, j.available_at, j.id limit 1
@@ -79,7 +69,7 @@ begin
     select j.kind from public.jobs j
     where j.status = 'pending' and j.concurrency_key is not null and j.kind > after and j.kind < mark
     order by j.kind, j.priority desc, j.available_at, j.id limit 1
-  ));
+  )), beyond);
 end $$;
 
 -- Up to 32 such kinds, from the one after `start` on and round again.
@@ -126,11 +116,8 @@ declare
   places int := max_jobs;
 begin
   select k.paused, k.concurrency, k.rate_limit, coalesce(k.rate_period, interval '1 minute') as rate_period into limits
-  from public.job_kinds k
-  where k.kind = free_places.kind;
-  if limits.paused then
-    return 0;
-  end if;
+  from public.job_kinds k where k.kind = free_places.kind;
+  if limits.paused then return 0; end if;
   if limits.concurrency is not null then
     places := least(places, limits.concurrency - (
       select count(*)::int from (
@@ -198,9 +185,7 @@ begin
     since := '-infinity';
     if at_mark = level and not fully then
       since := mark.available_at;
-      if mark.look_at < due and private.take_turn('') then
-        since := '-infinity';
-      end if;
+      if mark.look_at < due and private.take_turn('') then since := '-infinity'; end if;
     end if;
     pages := pg_stat_get_xact_blocks_fetched('public.jobs_ready'::regclass);
     select coalesce(array_agg(p.id), '{}') as ids, coalesce(array_agg(p.id) filter (where p.suspect), '{}') as suspects,
@@ -212,8 +197,7 @@ begin
       from public.jobs j
       where j.status = 'pending' and j.concurrency_key is null and j.kind = pick_plain_jobs.kind and j.priority = level
         and j.available_at >= since and j.available_at <= due and j.id <> all (taken)
-      order by j.available_at, j.id limit max_jobs - cardinality(ids)
-      for no key update skip locked
+      order by j.available_at, j.id limit max_jobs - cardinality(ids) for no key update skip locked
     ) p;
     ids := ids || picked.ids;
     suspects := suspects || picked.suspects;
@@ -240,8 +224,7 @@ begin
         where j.status = 'pending' and j.concurrency_key is null and j.kind = pick_plain_jobs.kind and j.priority = level
           and j.available_at >= since and j.available_at <= due and j.id <> all (taken || ids)
           and (j.attempts + 2 >= coalesce(j.max_attempts, most) and j.last_error like 'lease expired:%') is not true
-        order by j.available_at, j.id limit cardinality(picked.suspects)
-        for no key update skip locked
+        order by j.available_at, j.id limit cardinality(picked.suspects) for no key update skip locked
       );
     end if;
     exit when cardinality(ids) >= max_jobs;
@@ -288,9 +271,7 @@ begin
       where j.status = 'pending' and j.concurrency_key is not null and j.kind = choose_keyed_jobs.kind and j.priority < level
       order by j.priority desc, j.available_at, j.id limit 1;
     end if;
-    if not found then
-      return;
-    end if;
+    if not found then return; end if;
     last_at := '-infinity';
     last_id := '00000000-0000-0000-0000-000000000000';
     loop
@@ -312,11 +293,9 @@ begin
         from (select distinct a.key from ahead a where a.key <> all (full_keys)) k
       ), numbered as (
         select a.*, o.places, row_number() over (partition by a.key order by a.available_at, a.id) as nth
-        from ahead a join open o on o.key = a.key
-        where a.id <> all (taken || passed)
+        from ahead a join open o on o.key = a.key where a.id <> all (taken || passed)
       ), admitted as (
-        select n.*, count(*) filter (where not n.suspect) over (order by n.available_at, n.id) as others
-        from numbered n
+        select n.*, count(*) filter (where not n.suspect) over (order by n.available_at, n.id) as others from numbered n
         where n.nth <= n.places
       )
       select
@@ -333,9 +312,7 @@ begin
       keys := keys || chunk.keys;
       suspects := suspects || chunk.suspects;
       full_keys := full_keys || chunk.full_keys;
-      if cardinality(ids) - cardinality(suspects) >= max_jobs then
-        return;
-      end if;
+      if cardinality(ids) - cardinality(suspects) >= max_jobs then return; end if;
       walked := walked + chunk.jobs;
       exit when chunk.jobs < greatest(2 * max_jobs, 20) or walked >= 500;
       last_at := chunk.last_at;
@@ -413,9 +390,7 @@ begin
   into settings
   from (select) one left join public.job_kinds k on k.kind = pick_jobs.kind;
   rated := settings.rate_limit is not null;
-  if settings.paused then
-    return;
-  end if;
+  if settings.paused then return; end if;
   if settings.has_keys or settings.concurrency is not null or settings.rate_limit is not null then
     if current_setting('transaction_isolation') <> 'read committed' then
       raise exception 'claim_jobs: % has limits, and what runs can only be counted in a read committed transaction', kind
@@ -424,23 +399,17 @@ begin
     turn := private.take_turn(kind);
   end if;
   if settings.concurrency is not null or settings.rate_limit is not null then
-    if not turn then
-      return;
-    end if;
+    if not turn then return; end if;
     places := private.free_places(kind, max_jobs + cardinality(taken), due)
       - (select count(*) from public.jobs j where j.id = any (taken) and j.kind = pick_jobs.kind);
     places := least(places, max_jobs);
-    if places <= 0 then
-      return;
-    end if;
+    if places <= 0 then return; end if;
   end if;
 
   chosen := private.pick_plain_jobs(kind, places, due, lowest_first, coalesce(settings.max_attempts, 5), taken, marked, fully);
   ids := chosen.ids;
   suspects := chosen.suspects;
-  if not settings.has_keys or not turn then
-    return;
-  end if;
+  if not settings.has_keys or not turn then return; end if;
 
   -- Somebody else may have a row locked, or have changed it: then another is chosen in its place.
   loop
@@ -450,9 +419,7 @@ begin
       coalesce(settings.max_attempts, 5), taken || keyed, passed, key
     );
     exit when cardinality(chosen.ids) = 0;
-    if chosen.at_key <> key then
-      update private.turns t set at = chosen.at_key where t.kind = pick_jobs.kind;
-    end if;
+    if chosen.at_key <> key then update private.turns t set at = chosen.at_key where t.kind = pick_jobs.kind; end if;
     got := array(
       select j.id from unnest(chosen.ids, chosen.keys) c(id, key)
       join public.jobs j on j.id = c.id and j.concurrency_key = c.key
@@ -527,10 +494,8 @@ grant select, insert, update, delete on private.awake_workers to service_role;
 -- others. Raises 22023 naming the argument that is not usable, and 25000 for jobs with limits in a transaction that is not
 -- read committed.
 --
---   worker         a name, for locked_by
---   lease_seconds  how long the jobs are the worker's
---   kinds          of these alone; null for all
---   except_kinds   not of these
+--   worker, lease_seconds  a name, for locked_by; how long the jobs are its own
+--   kinds, except_kinds    of these alone (null for all), and not of those
 --   awake_for      given by a worker that dispatch has started. It gets nothing while dispatch is off, and promises to claim
 --                  again within that time, which spares the project a poke per enqueue. A claim that fills up, or one for no
 --                  time, takes the promise back, since such a worker takes no more work for now.
@@ -540,12 +505,8 @@ grant select, insert, update, delete on private.awake_workers to service_role;
 -- another's doing: a claim gives one such job by itself, and a process runs it with nothing beside it. Not before, since a
 -- night of lost workers makes many of them, and they run one after the other.
 create function public.claim_jobs(
-  worker text,
-  max_jobs int default 10,
-  lease_seconds int default 60,
-  kinds text[] default null,
-  awake_for interval default null,
-  except_kinds text[] default null
+  worker text, max_jobs int default 10, lease_seconds int default 60, kinds text[] default null,
+  awake_for interval default null, except_kinds text[] default null
 ) returns table (
   id uuid, kind text, payload jsonb, attempts int, max_attempts int, lease_token int, context jsonb, concurrency_key text,
   created_at timestamptz, lease_expires_at timestamptz, timeout_ms int, suspect boolean
@@ -614,9 +575,7 @@ begin
         ids := ids || picked.ids;
         suspects := suspects || picked.suspects;
         rated := rated or picked.rated;
-        if cardinality(picked.ids) >= share then
-          full_kinds := full_kinds || waiting[i];
-        end if;
+        if cardinality(picked.ids) >= share then full_kinds := full_kinds || waiting[i]; end if;
       end loop;
       for i in 1 .. cardinality(full_kinds) loop
         exit when cardinality(ids) >= claim_jobs.max_jobs;
@@ -656,24 +615,16 @@ begin
     delete from private.awake_workers w where w.worker = claim_jobs.worker;
   end if;
 
-  if cardinality(ids) = 0 then
-    return;
-  end if;
-  if rated then
-    perform private.record_starts(ids, claimed_at);
-  end if;
+  if cardinality(ids) = 0 then return; end if;
+  if rated then perform private.record_starts(ids, claimed_at); end if;
   -- Looked up once; a join would look for each job (measured: 8 % of a claim of 100).
   select array_agg(k.kind), array_agg(k.max_attempts), array_agg(k.timeout_ms) into with_settings, most, timeouts
   from public.job_kinds k where k.kind = any (waiting);
   return query
   with claimed as (
     update public.jobs j
-    set status = 'running',
-      attempts = j.attempts + 1,
-      lease_token = j.lease_token + 1,
-      locked_at = claimed_at,
-      locked_by = claim_jobs.worker,
-      lease_expires_at = claimed_at + make_interval(secs => claim_jobs.lease_seconds),
+    set status = 'running', attempts = j.attempts + 1, lease_token = j.lease_token + 1, locked_at = claimed_at,
+      locked_by = claim_jobs.worker, lease_expires_at = claimed_at + make_interval(secs => claim_jobs.lease_seconds),
       updated_at = claimed_at
     where j.id = any (ids)
     returning j.id, j.kind, j.payload, j.attempts, j.max_attempts, j.lease_token, j.context, j.concurrency_key, j.created_at,
@@ -682,8 +633,7 @@ begin
   select c.id, c.kind, c.payload, c.attempts, coalesce(c.max_attempts, most[array_position(with_settings, c.kind)], 5),
     c.lease_token, c.context, c.concurrency_key, c.created_at, c.lease_expires_at,
     coalesce(timeouts[array_position(with_settings, c.kind)], 45000), c.id = any (suspects)
-  from claimed c
-  order by c.priority desc, c.available_at, c.id;
+  from claimed c order by c.priority desc, c.available_at, c.id;
 end $$;
 revoke all on function public.claim_jobs from public, anon, authenticated;
 grant execute on function public.claim_jobs to service_role;

@@ -1,8 +1,7 @@
 -- Settle: how a claim ends.
 --
--- Every function here but the rescue names the lease token that the claim gave. A token that no longer holds changes nothing, and the
--- answer says so: the id is missing from it, or it is false or null. That makes a settle call safe to repeat when its
--- answer was lost. Rows are found by id and token alone: a condition on the status would let the planner walk the dead
+-- Every function here but the rescue names the lease token that the claim gave. A token that no longer holds changes nothing,
+-- and the answer says so: the id is missing, or it is false or null. So a settle call is safe to repeat. Rows are found by id and token alone: a condition on the status would let the planner walk the dead
 -- part of a partial index (measured: 87 ms). By `id = any (array)`, and joined by hash what that has found: a join with the
 -- argument alone becomes a walk over the whole primary key while the statistics say that the table is small.
 --
@@ -36,9 +35,7 @@ begin
       update public.jobs j
       set status = 'pending', attempts = g.attempts, available_at = g.available_at, last_error = g.last_error,
         lease_token = j.lease_token + 1, lease_expires_at = null, finished_at = null, updated_at = clock_timestamp()
-      from unnest(given) g
-      where j.id = any (array(select i.id from unnest(given) i)) and j.id = g.id
-      returning j.id
+      from unnest(given) g where j.id = any (array(select i.id from unnest(given) i)) and j.id = g.id returning j.id
     )
     select array_agg(b.id) into done from back b;
     return query select d, 'pending' from unnest(done) d;
@@ -81,8 +78,7 @@ begin
       finished_at = case when j.status = 'running' and note <> superseded then null else coalesce(j.finished_at, clock_timestamp()) end,
       last_error = concat_ws(E'\n', nullif(rtrim(replace(coalesce(job.last_error, ''), note, ''), E'\n'), ''), note),
       updated_at = clock_timestamp()
-    where j.id = job.id
-    returning j.status into status;
+    where j.id = job.id returning j.status into status;
     return next;
   end loop;
 end $$;
@@ -97,17 +93,13 @@ set enable_nestloop = off set enable_mergejoin = off set enable_seqscan = off se
     from jsonb_array_elements(completions) e order by 1
   )
   update public.jobs j
-  set status = 'succeeded',
-    lease_token = j.lease_token + 1,
-    lease_expires_at = null,
+  set status = 'succeeded', lease_token = j.lease_token + 1, lease_expires_at = null,
     result = case
       when pg_column_size(c.result) <= 4000000 then c.result
       else jsonb_build_object('cut', left(c.result::text, 10000), 'characters', length(c.result::text))
     end,
-    finished_at = clock_timestamp(),
-    updated_at = clock_timestamp()
-  from c
-  where j.id = any (array(select i.id from c i)) and j.id = c.id and j.lease_token = c.lease_token
+    finished_at = clock_timestamp(), updated_at = clock_timestamp()
+  from c where j.id = any (array(select i.id from c i)) and j.id = c.id and j.lease_token = c.lease_token
     and j.lease_expires_at is not null
   returning j.id
 $$;
@@ -200,15 +192,10 @@ end $$;
 
 -- Ends one attempt as failed: what then became of the job, null when it was not held.
 create function public.fail_job(
-  id uuid,
-  lease_token int,
-  error text,
-  retry_in interval default null,
-  permanent boolean default false
+  id uuid, lease_token int, error text, retry_in interval default null, permanent boolean default false
 ) returns text
 language sql set search_path = pg_catalog, pg_temp as $$
-  select f.status
-  from public.fail_jobs(jsonb_build_array(jsonb_build_object(
+  select f.status from public.fail_jobs(jsonb_build_array(jsonb_build_object(
     'id', fail_job.id, 'lease_token', fail_job.lease_token, 'error', fail_job.error,
     'retry_in', fail_job.retry_in, 'permanent', fail_job.permanent
   ))) f
@@ -221,8 +208,7 @@ language plpgsql set search_path = pg_catalog, pg_temp
 set enable_nestloop = off set enable_mergejoin = off set enable_seqscan = off set enable_bitmapscan = off set jit = off set lock_timeout = '1s' as $$
 begin
   return query
-  select r.id
-  from private.requeue_jobs(array(
+  select r.id from private.requeue_jobs(array(
     select row(
       j.id,
       case
@@ -252,8 +238,7 @@ set enable_nestloop = off set enable_mergejoin = off set enable_seqscan = off se
   )
   update public.jobs j
   set lease_expires_at = clock_timestamp() + make_interval(secs => greatest(1, least(extend_jobs.lease_seconds, 86400)))
-  from l
-  where j.id = any (array(select i.id from l i)) and j.id = l.id and j.lease_token = l.lease_token
+  from l where j.id = any (array(select i.id from l i)) and j.id = l.id and j.lease_token = l.lease_token
     and j.lease_expires_at is not null
   returning j.id
 $$;
@@ -282,8 +267,7 @@ set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set j
       'lease expired: worker %s neither finished the job nor extended its lease by %s', j.locked_by, j.lease_expires_at
     ) as error,
     exists (select from public.job_failures x where x.job_id = j.id and x.lease_token = j.lease_token) as reported
-    from public.jobs j
-    where j.status = 'running' and j.lease_expires_at < (select clock_timestamp())
+    from public.jobs j where j.status = 'running' and j.lease_expires_at < (select clock_timestamp())
     order by j.lease_expires_at limit greatest(1, least(rescue_expired_jobs.max_jobs, 10000))
     for no key update skip locked
   ), failed as (
@@ -306,8 +290,7 @@ language sql set search_path = pg_catalog, pg_temp as $$
   delete from private.lost_attempts l
   where l.ctid = any (array(
     select t.ctid from private.lost_attempts t
-    order by t.lost_at limit greatest(1, least(take_lost_attempts.max_attempts, 1000))
-    for update skip locked
+    order by t.lost_at limit greatest(1, least(take_lost_attempts.max_attempts, 1000)) for update skip locked
   ))
   returning l.job_id, l.kind, l.attempt, l.error
 $$;

@@ -1,7 +1,7 @@
 -- Cancel and retry: how somebody else than a worker changes a job's course.
 --
--- Nobody waits for them long, and they raise for nobody's lock: a job that somebody else keeps locked, as an enqueue does that
--- it has absorbed until that is committed, stays as it is and is missing from the answer.
+-- They raise for nobody's lock: a job that somebody else keeps locked, as an enqueue that it has absorbed does until that is
+-- committed, stays as it is and is missing from the answer.
 
 -- Cancels the jobs among these that wait or run, and returns their ids. A running one's token is void at once; its worker
 -- finds out at its next heartbeat and tells the handler by its signal.
@@ -25,8 +25,7 @@ begin
   return query update public.jobs j
   set status = 'cancelled', lease_token = j.lease_token + 1, lease_expires_at = null, finished_at = clock_timestamp(),
     updated_at = clock_timestamp()
-  where j.id = any (chosen)
-  returning j.id;
+  where j.id = any (chosen) returning j.id;
 end $$;
 
 -- Puts dead and cancelled jobs back, with all their attempts: those with these ids, or dead ones, of `kind` or of any, the
@@ -58,8 +57,7 @@ begin
     order by j.id limit retry_jobs.max_jobs for no key update skip locked
   );
   return query
-  select r.id
-  from private.requeue_jobs(array(
+  select r.id from private.requeue_jobs(array(
     select row(j.id, clock_timestamp(), 0, j.last_error)::private.requeued_job
     from (select d.id, d.last_error from public.jobs d where d.id = any (chosen) order by d.finished_at, d.id) j
   )) r

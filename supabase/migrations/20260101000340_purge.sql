@@ -26,8 +26,7 @@ end $$;
 create function private.keep_since(kind text) returns table (status text, since timestamptz)
 language sql set search_path = pg_catalog, pg_temp as $$
   -- Postgres before 17 has no time that lies an endless interval back.
-  select s.status, clock_timestamp() - least(s.keep, interval '1000 years')
-  from (select) one
+  select s.status, clock_timestamp() - least(s.keep, interval '1000 years') from (select) one
   left join public.job_kinds k on k.kind = keep_since.kind
   cross join lateral (values
     ('succeeded', coalesce(k.keep_succeeded, interval '7 days')),
@@ -58,8 +57,7 @@ begin
       delete from public.jobs d
       where d.id = any (array(
         select j.id from public.jobs j
-        where j.kind = ended.kind and j.status = ended.status and j.finished_at < ended.since
-        order by j.finished_at
+        where j.kind = ended.kind and j.status = ended.status and j.finished_at < ended.since order by j.finished_at
         limit purge_jobs.max_jobs - total
         for update skip locked
       ));

@@ -41,9 +41,7 @@ revoke all on private.pokes from public, anon, authenticated, service_role;
 create function private.vault_secret(name text) returns text
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 begin
-  if to_regclass('vault.decrypted_secrets') is null then
-    return null;
-  end if;
+  if to_regclass('vault.decrypted_secrets') is null then return null; end if;
   return (select btrim(s.decrypted_secret, E' \t\r\n') from vault.decrypted_secrets s where s.name = vault_secret.name);
 end $$;
 
@@ -136,9 +134,7 @@ begin
     and (select d.enabled from private.dispatch d)
   then
     -- Apart, so that an insert beside an awake worker does not touch pg_net's queue at all.
-    if private.count_queued_pokes() = 0 then
-      perform private.poke('wake');
-    end if;
+    if private.count_queued_pokes() = 0 then perform private.poke('wake'); end if;
   end if;
   return null;
 exception when others then
@@ -289,17 +285,13 @@ begin
       at_work := at_work + private.count_queued_pokes();
       -- pg_net goes to sleep over a queue that it finds locked, and only this or another request wakes it. Not in the
       -- trigger: each call adds a callback to the session that is never removed.
-      if to_regprocedure('net.wake()') is not null then
-        perform net.wake();
-      end if;
+      if to_regprocedure('net.wake()') is not null then perform net.wake(); end if;
       for i in 1 .. wanted - at_work loop
         perform private.poke('tick');
       end loop;
     end if;
   exception when others then
-    if rescued + purged = 0 then
-      raise;
-    end if;
+    if rescued + purged = 0 then raise; end if;
   end;
 end $$;
 
@@ -354,8 +346,7 @@ language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   missing text;
 begin
-  select string_agg(n, ', ') into missing
-  from unnest(array['pg_cron', 'pg_net', 'supabase_vault']) n
+  select string_agg(n, ', ') into missing from unnest(array['pg_cron', 'pg_net', 'supabase_vault']) n
   where not exists (select from pg_catalog.pg_extension x where x.extname = n);
   ok := missing is null;
   detail := coalesce('missing: ' || missing, 'pg_cron, pg_net and supabase_vault are installed');
@@ -402,20 +393,15 @@ begin
   end if;
   select j.jobid, j.active into tick from cron.job j
   -- A database that was made from another as template has its jobs, which run in that one.
-  where j.jobname = 'nightshift_tick' and j.database = current_database()
-  order by j.active desc
-  limit 1;
+  where j.jobname = 'nightshift_tick' and j.database = current_database() order by j.active desc limit 1;
   if not found or not tick.active then
     detail := case when found then 'scheduled, but paused' else 'not scheduled' end;
     return;
   end if;
 
-  select d.status, d.return_message, coalesce(d.start_time, d.end_time) as at into run
-  from cron.job_run_details d
+  select d.status, d.return_message, coalesce(d.start_time, d.end_time) as at into run from cron.job_run_details d
   -- Without a start time: about to start, or failed before that, such as for want of a connection.
-  where d.jobid = tick.jobid and (d.start_time is not null or d.status = 'failed')
-  order by d.runid desc
-  limit 1;
+  where d.jobid = tick.jobid and (d.start_time is not null or d.status = 'failed') order by d.runid desc limit 1;
   if not found then
     detail := 'scheduled, but has never run';
     todo := 'Wait ten seconds. If it stays so, pg_cron is not running: restart the database.';
@@ -443,9 +429,7 @@ begin
   end if;
   -- One asker at a time. A row, since anybody may take an advisory lock.
   perform from private.dispatch d where d.one for update skip locked;
-  if not found then
-    raise exception 'another transaction is about to' using errcode = '55P03';
-  end if;
+  if not found then raise exception 'another transaction is about to' using errcode = '55P03'; end if;
   if private.count_queued_pokes() > 0 or exists (
     select from private.pokes p
     where p.reason = 'health'
@@ -476,8 +460,7 @@ begin
 
   -- The last poke of each sort that tells something: that has its answer, or must have lost it. That a worker accepts
   -- pokes says less than what the last try found.
-  select a.* into answer
-  from (
+  select a.* into answer from (
     select distinct on (p.reason = 'health') p.reason, p.poked_at, r.id, r.status_code, r.timed_out, r.error_msg, r.content,
       coalesce(case when p.reason = 'health' then r.status_code = 200 and r.content like '%"processed"%'
         else r.status_code = 202 and r.content like '%"accepted"%' end, false) as works
@@ -489,8 +472,7 @@ begin
       and not exists (select from net.http_request_queue q where q.id = p.request_id)
     order by p.reason = 'health', p.poked_at desc
   ) a
-  order by a.reason <> 'health' and a.works, a.poked_at desc
-  limit 1;
+  order by a.reason <> 'health' and a.works, a.poked_at desc limit 1;
 
   begin
     tried := private.try_worker(coalesce(answer.works, false));
@@ -500,8 +482,7 @@ begin
   end;
 
   -- One that is being sent (xmax) may wait for a slow answer beside it.
-  select min(p.poked_at) into queued_since
-  from private.pokes p
+  select min(p.poked_at) into queued_since from private.pokes p
   join net.http_request_queue q on q.id = p.request_id and q.url like '%/functions/v1/job-worker'
   where q.xmax = 0 or p.poked_at < clock_timestamp() - interval '30 seconds';
 
@@ -579,8 +560,7 @@ set enable_seqscan = off set jit = off as $$
 declare
   unknown text;
 begin
-  select string_agg(distinct d.kind, ', ') into unknown
-  from (
+  select string_agg(distinct d.kind, ', ') into unknown from (
     select j.kind from public.jobs j
     where j.status = 'dead' and j.last_error like 'unknown_kind:%'
       and j.finished_at > (select clock_timestamp()) - interval '1 day'
@@ -654,7 +634,5 @@ grant execute on function public.enable_dispatch, public.disable_dispatch, publi
 
 do $$
 begin
-  if to_regclass('cron.job') is not null then
-    perform public.enable_dispatch();
-  end if;
+  if to_regclass('cron.job') is not null then perform public.enable_dispatch(); end if;
 end $$;

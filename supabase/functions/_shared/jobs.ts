@@ -10,22 +10,7 @@ import { wakeWorker, work, type WorkOptions, type WorkReport } from "./worker.ts
 
 export { JobError, PermanentError, RetryAfterError } from "./errors.ts";
 export type { Job } from "./kinds.ts";
-export {
-  cancelJobs,
-  type ClaimedJob,
-  claimJobs,
-  completeJob,
-  completeJobs,
-  extendJobs,
-  failJob,
-  failJobs,
-  jobStats,
-  purgeJobs,
-  releaseJobs,
-  rescueExpiredJobs,
-  retryJobs,
-  takeLostAttempts,
-} from "./queue.ts";
+export * from "./queue.ts";
 export { retryAfterSeconds } from "./retry_after.ts";
 
 type Kinds = typeof kinds;

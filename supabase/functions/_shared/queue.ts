@@ -4,33 +4,21 @@ import type { KindDeclarations } from "./kinds.ts";
 
 /** One function per SQL function of the queue, with the same name. All throw JobError; durations are in seconds. */
 
-const claimedJob = z.object({
-  id: z.string(),
-  kind: z.string(),
-  payload: z.unknown(),
-  attempts: z.number(),
-  max_attempts: z.number(),
-  lease_token: z.number(),
-  context: z.unknown(),
-  concurrency_key: z.string().nullable(),
-  created_at: z.string(),
-  lease_expires_at: z.string(),
-  timeout_ms: z.number(),
-  suspect: z.boolean(),
-}).transform((row) => ({
-  id: row.id,
-  kind: row.kind,
-  payload: row.payload,
-  attempts: row.attempts,
-  maxAttempts: row.max_attempts,
-  leaseToken: row.lease_token,
-  context: row.context,
-  concurrencyKey: row.concurrency_key,
-  createdAt: row.created_at,
-  leaseExpiresAt: row.lease_expires_at,
-  timeoutMs: row.timeout_ms,
-  suspect: row.suspect,
-}));
+const claimedJob = z.object({ id: z.string(), kind: z.string(), payload: z.unknown(), suspect: z.boolean() })
+  .extend({ attempts: z.number(), max_attempts: z.number(), lease_token: z.number(), timeout_ms: z.number() })
+  .extend({ context: z.unknown(), concurrency_key: z.string().nullable() })
+  .extend({ created_at: z.string(), lease_expires_at: z.string() })
+  .transform((
+    { max_attempts, lease_token, timeout_ms, concurrency_key, created_at, lease_expires_at, ...row },
+  ) => ({
+    ...row,
+    maxAttempts: max_attempts,
+    leaseToken: lease_token,
+    timeoutMs: timeout_ms,
+    concurrencyKey: concurrency_key,
+    createdAt: created_at,
+    leaseExpiresAt: lease_expires_at,
+  }));
 const ids = z.array(z.string());
 
 /** A claimed job: `leaseToken` is what every settle call must name. */
