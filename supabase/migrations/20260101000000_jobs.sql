@@ -79,18 +79,15 @@ create table public.jobs (
 );
 
 comment on table public.jobs is 'One row per job. Waiting for its retry: pending and attempts > 0, with last_error.';
-comment on column public.jobs.priority is '-100 to 100; higher first within a kind.';
 comment on column public.jobs.attempts is 'Counted at claim, so it includes the attempt that runs now.';
 comment on column public.jobs.max_attempts is 'Null: as its kind says in job_kinds, else 5.';
 comment on column public.jobs.locked_at is 'When the last attempt was claimed; kept when it ends.';
-comment on column public.jobs.locked_by is 'The worker of the last attempt; kept when it ends.';
 comment on column public.jobs.lease_expires_at is 'Null unless running. After this time the job is rescued.';
 comment on column public.jobs.lease_token is 'Names one claim. Rises at every claim and settling.';
 comment on column public.jobs.dedupe_key is 'Of jobs with the same kind and key only one is enqueued; dedupe says for how long.';
 comment on column public.jobs.dedupe is
   'Until when the job holds its key: active, while it waits or runs; waiting and replace, while it waits; once, while there is a row.';
 comment on column public.jobs.concurrency_key is 'Of jobs with the same kind and key, key_concurrency (1) run at once.';
-comment on column public.jobs.last_error is 'What the last failed attempt threw; kept when a later attempt succeeds.';
 
 -- The order of the claim. It ends in id, or equal timestamps would be sorted at every claim. Jobs with a concurrency key
 -- have an index of their own, so that those which must wait for their key are in nobody's way; and one by key, to step over
@@ -155,7 +152,6 @@ comment on table public.job_kinds is
   'Settings per kind, one optional row each. Null: 5 attempts, 45000 ms, 30 s, 2, 1 h, 0.2; no limit, but 1 per key; per minute; 7, 30 and 7 days. A change holds from the next claim on.';
 comment on column public.job_kinds.backoff_base is
   'After attempt n the wait is base × factor^n, at most cap, drawn evenly from the last jitter (0.2: the last 20 %) below that.';
-comment on column public.job_kinds.concurrency is 'How many run at once, over all workers.';
 comment on column public.job_kinds.key_concurrency is 'How many of one concurrency key run at once.';
 comment on column public.job_kinds.rate_limit is 'How many are claimed within any rate_period.';
 comment on column public.job_kinds.keep_dead is 'How long after its end a dead job is deleted; its failures with it.';

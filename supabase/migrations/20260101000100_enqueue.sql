@@ -206,10 +206,12 @@ begin
       (id, kind, payload, available_at, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context)
     select i.id, (given[i.n]).* from unnest(ids) with ordinality i(id, n)
     where (given[i.n]).dedupe_key is null order by i.n;
-    -- Keys are taken one by one in their order: while two batches wait for each other's, neither would get on.
+    -- Keys are taken one by one in their order, or two batches could wait for each other; and on one key the stronger lock
+    -- first.
     for entry in
       select i.n, i.id, given[i.n] as new from unnest(ids) with ordinality i(id, n)
-      where (given[i.n]).dedupe_key is not null order by (given[i.n]).kind, (given[i.n]).dedupe_key, i.n
+      where (given[i.n]).dedupe_key is not null
+      order by (given[i.n]).kind, (given[i.n]).dedupe_key, (given[i.n]).dedupe <> 'replace', i.n
     loop
       select d.id, d.created into job from private.enqueue_deduped(entry.new, entry.id) d;
       ids[entry.n] := job.id;
