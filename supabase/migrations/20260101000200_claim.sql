@@ -213,7 +213,7 @@ begin
         set available_at = excluded.available_at,
           look_at = case when since = '-infinity' then excluded.look_at else m.look_at end;
       end if;
-    elsif at_mark = level and since = '-infinity' and private.take_turn('') then
+    elsif marked and at_mark = level and since = '-infinity' and private.take_turn('') then
       delete from private.low_water m where m.kind = pick_plain_jobs.kind and m.priority = level;
     end if;
 
