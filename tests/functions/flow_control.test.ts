@@ -87,6 +87,18 @@ Deno.test("of a kind with concurrency 1 two calls never run two jobs at once, an
   assertApart(await spans(ids));
 });
 
+Deno.test("one call does all jobs of a kind with concurrency 1, also while another job takes long", async () => {
+  const alone = await enqueue("limited", 6, { file: newFile(), ms: 5 });
+  const call = async () => (await (await stack.call("job-worker", { wait: true })).json()).processed;
+  assert.equal(await call(), 6);
+  const beside = await enqueue("limited", 6, { file: newFile(), ms: 5 });
+  const long = await enqueue("append", 1, { file: newFile(), ms: 1500 });
+  assert.equal(await call(), 7);
+  const [longest] = await spans(long);
+  for (const { to } of await spans(beside)) assert(longest && to < longest.to, "its places are used at once");
+  assertApart(await spans([...alone, ...beside]));
+});
+
 Deno.test("jobs of one conversation run in order and apart, while those of others go on", async () => {
   const file = newFile();
   const conversation = await enqueue("append", 6, { file, ms: 50 }, "conversation");

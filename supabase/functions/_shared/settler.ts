@@ -27,8 +27,8 @@ interface Failing {
 /** A batch that takes longer than this no longer holds up the next. */
 const PATIENCE_MS = 1_000;
 
-/** Settles what has ended in batches, and repeats calls that fail until the leases are over. */
-export function createSettler(held: Set<Held>, results: Settled[]) {
+/** Settles what has ended in batches, each told to `onSettled`, and repeats calls that fail until the leases are over. */
+export function createSettler(held: Set<Held>, results: Settled[], onSettled = () => {}) {
   let waiting: { entry: Held; outcome: Outcome }[] = [];
   let flushing: Promise<void> | undefined;
   const settling = new Set<Promise<unknown>>();
@@ -143,7 +143,7 @@ export function createSettler(held: Set<Held>, results: Settled[]) {
 
   /** `repeated`: an earlier call may have settled it already, and only its answer was lost. */
   function settled(entry: Held, status: JobStatus, repeated = false): void {
-    held.delete(entry);
+    if (held.delete(entry)) onSettled();
     if (status !== "released") results.push({ id: entry.job.id, kind: entry.job.kind, status });
     if (status === "lost") {
       const { id, kind, attempts: attempt } = entry.job;

@@ -106,7 +106,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   pools.add(pool);
   signal?.addEventListener("abort", bell.ring);
   retirement?.addEventListener("abort", bell.ring);
-  const settler = createSettler(held, results);
+  const settler = createSettler(held, results, bell.ring);
   // One at a time: while somebody keeps a row locked, a heartbeat takes its time.
   let beating: Promise<void> | undefined;
   const heartbeat = setInterval(() => {
@@ -207,8 +207,8 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
       } else if (linger && --looksLeft > 0) {
         // The promise is taken back by now; an enqueue that relied on it may be about to commit.
         waitMs = 2 * POLL_MS;
-      } else if (running === 0 && !bell.rung()) {
-        return false;
+      } else if (running === 0 && held.size === 0 && !bell.rung()) {
+        return false; // not before: what is not settled yet still has its place in its kind's limits
       }
       if (await bell.wait(waitMs)) lastWork = performance.now();
     }
