@@ -67,16 +67,16 @@ begin
       return next;
       continue;
     exception
-      when unique_violation then
-        note := superseded;
+      when unique_violation then note := superseded;
       when lock_not_available or deadlock_detected then
         note := 'not put back yet: an enqueue with its dedupe key is not committed';
     end;
     update public.jobs j
-    set status = case when j.status = 'running' and note = superseded then 'cancelled' else j.status end,
-      lease_token = case when j.status = 'running' and note = superseded then j.lease_token + 1 else j.lease_token end,
-      lease_expires_at = case when j.status = 'running' and note <> superseded then clock_timestamp() end,
-      finished_at = case when j.status = 'running' and note <> superseded then null else coalesce(j.finished_at, clock_timestamp()) end,
+    set status = case when taken.running and note = superseded then 'cancelled' else j.status end,
+      attempts = case when taken.running then job.attempts else j.attempts end, -- what is given back stays uncounted
+      lease_token = j.lease_token + (taken.running and note = superseded)::int,
+      lease_expires_at = case when taken.running and note <> superseded then clock_timestamp() end,
+      finished_at = case when not (taken.running and note <> superseded) then coalesce(j.finished_at, clock_timestamp()) end,
       last_error = concat_ws(E'\n', nullif(rtrim(replace(coalesce(job.last_error, ''), note, ''), E'\n'), ''), note),
       updated_at = clock_timestamp()
     where j.id = job.id returning j.status into status;
