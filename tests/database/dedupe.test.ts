@@ -111,6 +111,29 @@ Deno.test("the same key of another kind is another key", async () => {
   assert.equal(answer.created, true);
 });
 
+Deno.test("how long a key is held is up to the job that holds it, whatever mode the next enqueue asks for", async () => {
+  for (const holder of modes) {
+    for (const state of ["waiting", "running", "succeeded"]) {
+      for (const mode of modes.filter((each) => each !== holder)) {
+        await db.sql`truncate jobs cascade`;
+        const first = await put(holder);
+        await states[state]?.(first.id);
+        const before = await rowText(db.sql, first.id);
+        const { id, created } = await put(mode, { n: 1 });
+        const what = `${mode} meets ${holder} that is ${state}`;
+        const absorbed = absorbedWhile[holder].includes(state);
+        assert.deepEqual([created, id === first.id], [!absorbed, absorbed], what);
+        const changed = await rowText(db.sql, first.id) !== before;
+        assert.equal(
+          changed,
+          mode === "replace" && state === "waiting",
+          `${what}: only what waits is replaced`,
+        );
+      }
+    }
+  }
+});
+
 Deno.test("once ends with the row", async () => {
   const { id } = await put("once");
   await states.succeeded?.(id);
@@ -381,6 +404,22 @@ Deno.test("a state change that meets an open enqueue of its key raises nothing, 
       }
     }
   }
+});
+
+Deno.test("a job that is given back on its last attempt, while an enqueue of its key is open, is not dead of it", async () => {
+  const { id } = await put("waiting");
+  await db.sql`update jobs set max_attempts = 1 where id = ${id}`;
+  const { lease_token } = await claimOne();
+  const open = await openTransaction(db);
+  await put("waiting", { n: 1, sql: open.sql });
+  await db.sql`select release_jobs(${db.sql.json([{ id, lease_token }])})`;
+  await open.sql`rollback`;
+  await db.sql`select rescue_expired_jobs()`;
+  assert.deepEqual(
+    [(await job(db.sql, id)).status, (await claimOne()).attempts],
+    ["pending", 1],
+    "the attempt that was given back is not counted",
+  );
 });
 
 Deno.test("retry_jobs and declare_job_kinds that meet an open enqueue of a key leave its job dead, and raise nothing", async () => {
