@@ -63,6 +63,30 @@ Deno.test("it rescues what a lost worker had claimed, and runs it in the same ca
   assert.deepEqual({ ...row }, { status: "succeeded", attempts: 2 });
 });
 
+Deno.test("a failed job whose dedupe key a newer one holds counts as failed, and job-worker calls it cancelled", async () => {
+  const { sql } = stack;
+  await using server = Deno.serve({ port: 0, onListen: () => {} }, async () => {
+    await sql`select enqueue_job('ask', '{}', delay => '1 hour', dedupe_key => 'k', dedupe => 'waiting')`;
+    return Response.redirect("http://127.0.0.1:1/"); // where nobody answers, so that the handler throws
+  });
+  const run = async (work: () => Promise<Response>) => {
+    await sql`delete from jobs where true`;
+    const payload = { url: `http://127.0.0.1:${server.addr.port}` };
+    const [job] = await sql`select enqueue_job('ask', ${
+      sql.json(payload)
+    }, dedupe_key => 'k', dedupe => 'waiting') as id`;
+    const answer = await (await work()).json();
+    const [row] = await sql`select status, payload, last_error from jobs where id = ${job?.id}`;
+    assert.deepEqual([row?.status, row?.payload], ["cancelled", payload]);
+    assert.match(row?.last_error, /\nsuperseded: another job holds its dedupe key$/);
+    return { id: job?.id, answer };
+  };
+  const drained = await run(() => drain("POST"));
+  assert.deepEqual(drained.answer, { ...nothingDone, queues: { ask: { succeeded: 0, failed: 1, dead: 0 } } });
+  const { id, answer } = await run(() => stack.call("job-worker", { wait: true }));
+  assert.deepEqual(answer, { processed: 1, results: [{ id, kind: "ask", status: "cancelled" }] });
+});
+
 Deno.test("what it leaves when its budget is spent it says, and the next call does", async () => {
   const { sql } = stack;
   await sql`insert into jobs (kind, payload) select 'echo', '{"n": 1}' from generate_series(1, 600)`;
