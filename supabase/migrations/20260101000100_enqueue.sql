@@ -98,10 +98,9 @@ begin
         select j.id into id from public.jobs j
         where j.kind = new.kind and j.dedupe_key = new.dedupe_key and j.status = 'pending' for share;
       end if;
-      if id is null then raise no_data_found; end if;
-    exception when no_data_found then
       -- Undone, since a row that turns out to be claimed is locked by now, and its worker would wait for this transaction.
-      null;
+      if id is null then raise no_data_found; end if;
+    exception when no_data_found then null;
     end;
     if id is null then
       select j.id into id from public.jobs j
@@ -196,9 +195,7 @@ begin
         or (e ->> 'delay' is not null and e ->> 'available_at' is not null)
         or (e ->> 'delay')::interval not between interval '0' and interval '10 years'
         or not isfinite((e ->> 'available_at')::timestamptz)
-    ) then
-      raise data_exception;
-    end if;
+    ) then raise data_exception; end if;
 
     ids := array(select private.new_job_id() from generate_series(1, cardinality(given)));
     were_created := array_fill(true, array[cardinality(ids)]);
@@ -207,13 +204,17 @@ begin
     select i.id, (given[i.n]).* from unnest(ids) with ordinality i(id, n)
     where (given[i.n]).dedupe_key is null order by i.n;
     -- Keys are taken one by one in their order, or two batches could wait for each other; and on one key the stronger lock
-    -- first.
+    -- first. Of what comes again on one key only the last replacement is made: each writes the row anew.
     for entry in
-      select i.n, i.id, given[i.n] as new from unnest(ids) with ordinality i(id, n)
-      where (given[i.n]).dedupe_key is not null
+      select i.n, i.id, given[i.n] as new,
+        row_number() over same > 1 and ((given[i.n]).dedupe <> 'replace' or lead((given[i.n]).dedupe) over same = 'replace') as again
+      from unnest(ids) with ordinality i(id, n) where (given[i.n]).dedupe_key is not null
+      window same as (partition by (given[i.n]).kind, (given[i.n]).dedupe_key order by (given[i.n]).dedupe <> 'replace', i.n)
       order by (given[i.n]).kind, (given[i.n]).dedupe_key, (given[i.n]).dedupe <> 'replace', i.n
     loop
-      select d.id, d.created into job from private.enqueue_deduped(entry.new, entry.id) d;
+      if entry.again then job.created := false; else
+        select d.id, d.created into job from private.enqueue_deduped(entry.new, entry.id) d;
+      end if;
       ids[entry.n] := job.id;
       were_created[entry.n] := job.created;
     end loop;
@@ -247,7 +248,6 @@ begin
     end loop;
     raise;
   end;
-
   return query select u.id, u.created from unnest(ids, were_created) with ordinality as u(id, created, n) order by u.n;
 end $$;
 
