@@ -226,7 +226,8 @@ async function operate(pool: postgres.Sql, sequence: Sequence, random: () => num
     const { since } = only(await pool`select clock_timestamp()::text as since`);
     await pool`select pg_sleep(${random() * 0.005})`;
     const during = await pool`
-      select id from seen where kind = ${kind} and status = 'running' and old_status = 'pending' and locked_at > ${since}::timestamptz`;
+      select id, locked_at::text, ${since} as since, clock_timestamp()::text as seen_at from seen
+      where kind = ${kind} and status = 'running' and old_status = 'pending' and locked_at > ${since}::timestamptz`;
     assert.deepEqual([...during], [], "claimed while paused");
     await pool`update job_kinds set paused = false where kind = ${kind}`;
     pausedKinds.delete(kind);
