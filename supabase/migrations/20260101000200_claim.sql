@@ -147,6 +147,7 @@ declare
   mark record;
   at_mark int;
   since timestamptz;
+  whole boolean;
   pages bigint;
   picked record;
 begin
@@ -154,7 +155,9 @@ begin
   suspects := '{}';
   loop
     -- The next priority: up to that of the next mark, whose jobs may lie behind many entries of none.
+    pages := pg_stat_get_xact_blocks_fetched('public.jobs_ready'::regclass);
     at_mark := null;
+    since := null;
     if lowest_first then
       if marked then
         select * into mark from private.low_water m
@@ -173,21 +176,21 @@ begin
         where m.kind = pick_plain_jobs.kind and m.priority < level order by m.priority desc limit 1;
         at_mark := mark.priority;
       end if;
-      level := greatest(at_mark, (
-        select j.priority from public.jobs j
-        where j.status = 'pending' and j.concurrency_key is null and j.kind = pick_plain_jobs.kind
-          and j.priority < level and j.priority > coalesce(at_mark, -101)
-        order by j.priority desc, j.available_at, j.id limit 1
-      ));
+      select j.priority, j.available_at into level, since from public.jobs j
+      where j.status = 'pending' and j.concurrency_key is null and j.kind = pick_plain_jobs.kind
+        and j.priority < level and j.priority > coalesce(at_mark, -101)
+      order by j.priority desc, j.available_at, j.id limit 1;
+      level := coalesce(level, at_mark);
     end if;
     exit when level is null;
 
-    since := '-infinity';
+    -- Before the first of a priority there is nothing to be found, but many entries of none perhaps.
+    since := coalesce(since, '-infinity');
+    whole := true;
     if at_mark = level and not fully then
-      since := mark.available_at;
-      if mark.look_at < due and private.take_turn('') then since := '-infinity'; end if;
+      whole := mark.look_at < due and private.take_turn('');
+      if not whole then since := mark.available_at; end if;
     end if;
-    pages := pg_stat_get_xact_blocks_fetched('public.jobs_ready'::regclass);
     select coalesce(array_agg(p.id), '{}') as ids, coalesce(array_agg(p.id) filter (where p.suspect), '{}') as suspects,
       min(p.available_at) as first_at
     into picked
@@ -211,9 +214,9 @@ begin
         )
         on conflict on constraint low_water_pkey do update
         set available_at = excluded.available_at,
-          look_at = case when since = '-infinity' then excluded.look_at else m.look_at end;
+          look_at = case when whole then excluded.look_at else m.look_at end;
       end if;
-    elsif marked and at_mark = level and since = '-infinity' and private.take_turn('') then
+    elsif marked and at_mark = level and whole and private.take_turn('') then
       delete from private.low_water m where m.kind = pick_plain_jobs.kind and m.priority = level;
     end if;
 
