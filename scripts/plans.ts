@@ -9,7 +9,8 @@ import { startPostgres } from "./local/postgres.ts";
  * `npm run plans`: what the hot statements read, with a thousand rows and with a million: the plans must be the same, and the
  * buffers within a factor of two; and what the claim costs beside a plain one and beside a million jobs that cannot start.
  * `npm run plans -- held`: the claim's time before, while and after a transaction is held open for a minute, at 4,000 jobs a
- * second. Each ends with 1 when something does not hold.
+ * second; `-- held mixed`: of four kinds and three priorities, and one more kind that has jobs for its first seconds only.
+ * Each ends with 1 when something does not hold.
  */
 
 const projectDir = join(import.meta.dirname ?? ".", "..");
@@ -25,13 +26,13 @@ const clients: postgres.Sql[] = [];
 const problems: string[] = [];
 
 /** The usual claim, on the same table: no kinds in turn, no limits, no suspects. */
-const plainClaim = `
+const plainClaim = (condition: string) => `
   update jobs j
   set status = 'running', attempts = j.attempts + 1, lease_token = j.lease_token + 1, locked_at = clock_timestamp(),
     locked_by = 'w', lease_expires_at = clock_timestamp() + interval '60 s', updated_at = clock_timestamp()
   where j.id = any (array(
     select id from jobs
-    where status = 'pending' and concurrency_key is null and kind = 'k' and available_at <= (select clock_timestamp())
+    where status = 'pending' and concurrency_key is null ${condition} and available_at <= (select clock_timestamp())
     order by priority desc, available_at, id limit 100 for no key update skip locked
   ))
   returning j.id, j.kind, j.payload, j.attempts, j.max_attempts, j.lease_token, j.context, j.concurrency_key,
@@ -41,7 +42,7 @@ try {
   await pushMigrations(app, server.url("postgres"), { PROJECT_URL: "", CRON_SECRET: "" });
   const sql = connect("postgres");
   await sql`select disable_dispatch()`;
-  if (Deno.args.includes("held")) await held(sql);
+  if (Deno.args.includes("held")) await held(sql, Deno.args.includes("mixed"));
   else {
     await plans(sql);
     await claimCosts(sql);
@@ -73,7 +74,7 @@ interface Held {
   lease_token: number;
 }
 
-/** Jobs to fill the table with: beside those of a shape there are always a thousand that are due. */
+/** Jobs to fill the table with: beside those of a shape there are always a thousand that are due, of each of three kinds. */
 async function fill(sql: postgres.Sql, shape: string, rows: number): Promise<void> {
   await sql`truncate jobs cascade`;
   await sql`truncate job_kinds, private.low_water, private.starts`;
@@ -81,16 +82,18 @@ async function fill(sql: postgres.Sql, shape: string, rows: number): Promise<voi
     waiting: "'k', 'pending', clock_timestamp(), null, null, null::text",
     finished: "'k', 'succeeded', clock_timestamp(), clock_timestamp(), clock_timestamp(), null",
     delayed: "'k', 'pending', clock_timestamp() + interval '1 day', null, null, null",
-    "paused, saturated, delayed": "'other', 'pending', clock_timestamp(), null, null, null",
+    "paused, saturated": "'other', 'pending', clock_timestamp(), null, null, null",
     "of one busy key": "'other', 'pending', clock_timestamp(), null, null, 'busy'",
   };
   await sql.unsafe(`
     insert into jobs (kind, status, available_at, finished_at, locked_at, concurrency_key)
     select ${columns[shape]} from generate_series(1, ${rows})`);
-  await sql`insert into jobs (kind) select 'k' from generate_series(1, 1000)`;
+  await sql`insert into job_kinds (kind, concurrency, rate_limit) values ('limited', 5000, 100000)`;
+  await sql`insert into jobs (kind) select unnest(array['k', 'limited']) from generate_series(1, 1000)`;
+  await sql`insert into jobs (kind, concurrency_key) select 'keyed', 'key' || n from generate_series(1, 1000) n`;
 }
 
-/** Calls each function three times in one session on 50 jobs, and gives back what the third call read, and its plans. */
+/** Calls each function three times in one session on 100 jobs, and gives back what the third call read, and its plans. */
 async function measure(
   rows: number,
   shape: string,
@@ -105,6 +108,7 @@ async function measure(
   `).simple();
   const found = new Map<string, { buffers: number; plans: string }>();
   async function call<T>(name: string, query: string, args: postgres.JSONValue[] = []): Promise<T[]> {
+    await sql`select setseed(0)`; // one pick in ten is another query
     notices = [];
     const result = await sql.unsafe<T[]>(query, args.map((arg) => sql.json(arg)));
     const logged = notices.filter((notice) => notice.startsWith("duration:"))
@@ -116,20 +120,24 @@ async function measure(
     });
     return result;
   }
-  const claim = () => call<Held>("claim_jobs", "select id, lease_token from claim_jobs('w', 50)");
+  const claim = (of = "") =>
+    call<Held>(
+      `claim_jobs${of && ` of ${of}`}`,
+      `select id, lease_token from claim_jobs('w', 100${of && `, kinds => '{${of}}'`})`,
+    );
   for (let round = 0; round < 3; round++) {
     const leases = (jobs: Held[]) => jobs.map(({ id, lease_token }) => ({ id, lease_token, error: "x" }));
     await call("complete_jobs", "select complete_jobs($1)", [leases(await claim())]);
-    await call("fail_jobs", "select fail_jobs($1)", [leases(await claim())]);
-    await call("extend_jobs", "select extend_jobs($1)", [leases(await claim())]);
+    await call("fail_jobs", "select fail_jobs($1)", [leases(await claim("k"))]);
+    await call("extend_jobs", "select extend_jobs($1)", [leases(await claim("limited"))]);
     await sql`update jobs set lease_expires_at = clock_timestamp() where status = 'running'`;
     await call("rescue_expired_jobs", "select rescue_expired_jobs()");
-    await call("release_jobs", "select release_jobs($1)", [leases(await claim())]);
+    await call("release_jobs", "select release_jobs($1)", [leases(await claim("keyed"))]);
     await call("purge_jobs", "select purge_jobs()");
     await call("ready_jobs", "select private.ready_jobs(500)");
   }
   await sql.end();
-  if (found.size < 8) throw new Error(`${rows} rows, ${shape}: measured ${found.size} calls`);
+  if (found.size < 11) throw new Error(`${rows} rows, ${shape}: measured ${found.size} calls`);
   return found;
 }
 
@@ -185,18 +193,28 @@ async function claimCosts(sql: postgres.Sql): Promise<void> {
   for (
     const [beside, settings] of [
       ["nothing", ""],
+      ["nothing, of 20 kinds", ""],
       ["1,000,000 paused", "insert into job_kinds (kind, paused) values ('other', true)"],
       ["1,000,000 saturated", "insert into job_kinds (kind, concurrency) values ('other', 1)"],
+      ["1,000,000 delayed", ""],
       ["1,000,000 of one busy key", ""],
     ] as const
   ) {
-    const keyed = beside.endsWith("key");
-    await fill(
-      sql,
-      keyed ? "of one busy key" : "paused, saturated, delayed",
-      beside === "nothing" ? 0 : 1_000_000,
-    );
-    await sql`insert into jobs (kind) select 'k' from generate_series(1, 40000)`;
+    const kinds = beside.endsWith("20 kinds") ? 20 : 1;
+    const shape = beside.endsWith("key")
+      ? "of one busy key"
+      : beside.endsWith("delayed")
+      ? "delayed"
+      : "paused, saturated";
+    await fill(sql, shape, beside.startsWith("nothing") ? 0 : 1_000_000);
+    await sql`delete from jobs where kind in ('k', 'limited', 'keyed') and available_at <= clock_timestamp()`;
+    await sql`insert into jobs (kind) select concat('k', nullif(n % ${kinds}::int, 0)) from generate_series(1, 40000) n`;
+    // The plain one needs an index without the kind then. It costs a claim nothing, which puts nothing into it.
+    if (kinds > 1) {
+      await sql`create index plain_ready on jobs (priority desc, available_at, id)
+        where status = 'pending' and concurrency_key is null`;
+    } else await sql`drop index if exists plain_ready`;
+    const plainQuery = plainClaim(kinds > 1 ? "" : "and kind = 'k'");
     if (settings) await sql.unsafe(settings);
     await sql`select from claim_jobs('w', 1, 86400, '{other}')`;
     await sql`vacuum analyze jobs`;
@@ -204,7 +222,7 @@ async function claimCosts(sql: postgres.Sql): Promise<void> {
     for (let i = 0; i < 400; i++) {
       const which = i % 2 === 0 ? "plain" : "claim";
       const startedAt = performance.now();
-      const rows = await sql.unsafe(which === "plain" ? plainClaim : claim, [], { prepare: true });
+      const rows = await sql.unsafe(which === "plain" ? plainQuery : claim, [], { prepare: true });
       if (i >= 40) times[which]?.push(performance.now() - startedAt);
       if (rows.length !== 100) problems.push(`beside ${beside}: a claim gave ${rows.length}`);
     }
@@ -216,17 +234,23 @@ async function claimCosts(sql: postgres.Sql): Promise<void> {
   }
 }
 
-async function held(sql: postgres.Sql): Promise<void> {
-  await fill(sql, "waiting", 0);
-  const samples: { at: number; ms: number }[] = [];
+async function held(sql: postgres.Sql, mixed: boolean): Promise<void> {
+  await sql`truncate jobs cascade`;
+  const samples: { at: number; ms: number; jobs: number }[] = [];
   const startedAt = performance.now();
   const seconds = () => (performance.now() - startedAt) / 1000;
   let stopped = false;
-  const batch = Array.from({ length: 400 }, () => ({ kind: "k" }));
+  let claims = 0; // to be made: as many as fill up, since a claim of few jobs takes less
+  const batch = (drained: boolean) =>
+    Array.from({ length: 400 }, (_, i) => ({
+      kind: drained && i % 4 === 0 ? "drained" : `k${mixed ? i % 4 : ""}`,
+      priority: mixed ? i % 3 : 0,
+    }));
   const enqueuing = (async () => {
     const client = connect("postgres");
     for (let sent = 0; !stopped; sent++) {
-      await client`select count(*) from enqueue_jobs(${client.json(batch)})`;
+      await client`select count(*) from enqueue_jobs(${client.json(batch(mixed && seconds() < 30))})`;
+      claims += 4;
       const ahead = (sent + 1) / 10 - seconds();
       if (ahead > 0) await new Promise((resolve) => setTimeout(resolve, ahead * 1000));
     }
@@ -234,10 +258,15 @@ async function held(sql: postgres.Sql): Promise<void> {
   const claiming = [0, 1].map(async () => {
     const client = connect("postgres");
     while (!stopped) {
+      if (claims < 1) {
+        await new Promise((resolve) => setTimeout(resolve, 5));
+        continue;
+      }
+      claims--;
       const at = seconds();
       const jobs = await client<Held[]>`select id, lease_token from claim_jobs('w', 100)`;
-      samples.push({ at, ms: (seconds() - at) * 1000 });
-      if (jobs.length < 100) await new Promise((resolve) => setTimeout(resolve, 5));
+      samples.push({ at, ms: (seconds() - at) * 1000, jobs: jobs.length });
+      claims += 1 - jobs.length / 100;
       const leases = jobs.map(({ id, lease_token }) => ({ id, lease_token }));
       if (jobs.length > 0) await client`select complete_jobs(${client.json(leases)})`;
     }
@@ -254,15 +283,17 @@ async function held(sql: postgres.Sql): Promise<void> {
   stopped = true;
   await Promise.all([enqueuing, ...claiming]);
 
-  console.log("| seconds | claims | median, ms | p99, ms | slowest, ms |\n| --- | --- | --- | --- | --- |");
-  const between = (from: number, to: number) =>
-    samples.filter(({ at }) => at >= from && at < to).map(({ ms }) => ms);
+  console.log(
+    "| seconds | claims | jobs | median, ms | p99, ms | slowest, ms |\n| --- | --- | --- | --- | --- | --- |",
+  );
+  const within = (from: number, to: number) => samples.filter(({ at }) => at >= from && at < to);
+  const between = (from: number, to: number) => within(from, to).map(({ ms }) => ms);
   for (let from = 0; from < 140; from += 10) {
     const ms = between(from, from + 10);
     console.log(
       `| ${from}–${from + 10} | ${ms.length} | ${
-        [0.5, 0.99, 1].map((q) => quantile(ms, q).toFixed(1)).join(" | ")
-      } |`,
+        within(from, from + 10).reduce((sum, { jobs }) => sum + jobs, 0)
+      } | ${[0.5, 0.99, 1].map((q) => quantile(ms, q).toFixed(1)).join(" | ")} |`,
     );
   }
   const before = median(between(10, 20));
