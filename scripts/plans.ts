@@ -236,7 +236,7 @@ async function claimCosts(sql: postgres.Sql): Promise<void> {
 
 async function held(sql: postgres.Sql, mixed: boolean): Promise<void> {
   await sql`truncate jobs cascade`;
-  const samples: { at: number; ms: number; jobs: number }[] = [];
+  const samples: { at: number; ms: number; jobs: number; completeMs: number }[] = [];
   const startedAt = performance.now();
   const seconds = () => (performance.now() - startedAt) / 1000;
   let stopped = false;
@@ -265,10 +265,12 @@ async function held(sql: postgres.Sql, mixed: boolean): Promise<void> {
       claims--;
       const at = seconds();
       const jobs = await client<Held[]>`select id, lease_token from claim_jobs('w', 100)`;
-      samples.push({ at, ms: (seconds() - at) * 1000, jobs: jobs.length });
+      const claimed = seconds();
       claims += 1 - jobs.length / 100;
       const leases = jobs.map(({ id, lease_token }) => ({ id, lease_token }));
       if (jobs.length > 0) await client`select complete_jobs(${client.json(leases)})`;
+      const ms = (claimed - at) * 1000;
+      samples.push({ at, ms, jobs: jobs.length, completeMs: (seconds() - claimed) * 1000 });
     }
   });
   const wait = (until: number) => new Promise((resolve) => setTimeout(resolve, (until - seconds()) * 1000));
@@ -284,7 +286,7 @@ async function held(sql: postgres.Sql, mixed: boolean): Promise<void> {
   await Promise.all([enqueuing, ...claiming]);
 
   console.log(
-    "| seconds | claims | jobs | median, ms | p99, ms | slowest, ms |\n| --- | --- | --- | --- | --- | --- |",
+    "| seconds | claims | jobs | median, ms | p99, ms | slowest, ms | complete_jobs, ms |\n| --- | --- | --- | --- | --- | --- | --- |",
   );
   const within = (from: number, to: number) => samples.filter(({ at }) => at >= from && at < to);
   const between = (from: number, to: number) => within(from, to).map(({ ms }) => ms);
@@ -293,7 +295,9 @@ async function held(sql: postgres.Sql, mixed: boolean): Promise<void> {
     console.log(
       `| ${from}–${from + 10} | ${ms.length} | ${
         within(from, from + 10).reduce((sum, { jobs }) => sum + jobs, 0)
-      } | ${[0.5, 0.99, 1].map((q) => quantile(ms, q).toFixed(1)).join(" | ")} |`,
+      } | ${[0.5, 0.99, 1].map((q) => quantile(ms, q).toFixed(1)).join(" | ")} | ${
+        median(within(from, from + 10).map(({ completeMs }) => completeMs)).toFixed(1)
+      } |`,
     );
   }
   const before = median(between(10, 20));
