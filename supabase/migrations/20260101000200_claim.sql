@@ -387,9 +387,11 @@ declare
 begin
   ids := '{}';
   suspects := '{}';
-  select k.max_attempts, k.concurrency, k.rate_limit, k.paused, exists (
-    select from public.jobs j where j.status = 'pending' and j.concurrency_key is not null and j.kind = pick_jobs.kind
-  ) as has_keys
+  select k.max_attempts, k.concurrency, k.rate_limit, k.paused, coalesce((
+    -- Ordered, so that it is looked for in one index whatever the statistics say.
+    select true from public.jobs j where j.status = 'pending' and j.concurrency_key is not null and j.kind = pick_jobs.kind
+    order by j.priority desc, j.available_at, j.id limit 1
+  ), false) as has_keys
   into settings
   from (select) one left join public.job_kinds k on k.kind = pick_jobs.kind;
   rated := settings.rate_limit is not null;
