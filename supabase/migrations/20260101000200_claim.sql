@@ -156,8 +156,7 @@ begin
   loop
     -- The next priority: up to that of the next mark, whose jobs may lie behind many entries of none.
     pages := pg_stat_get_xact_blocks_fetched('public.jobs_ready'::regclass);
-    at_mark := null;
-    since := null;
+    at_mark := null; since := null;
     if lowest_first then
       if marked then
         select * into mark from private.low_water m
@@ -178,15 +177,12 @@ begin
       end if;
       select j.priority, j.available_at into level, since from public.jobs j
       where j.status = 'pending' and j.concurrency_key is null and j.kind = pick_plain_jobs.kind
-        and j.priority < level and j.priority > coalesce(at_mark, -101)
-      order by j.priority desc, j.available_at, j.id limit 1;
+        and j.priority < level and j.priority > coalesce(at_mark, -101) order by j.priority desc, j.available_at, j.id limit 1;
       level := coalesce(level, at_mark);
     end if;
     exit when level is null;
 
-    -- Before the first of a priority there is nothing to be found, but many entries of none perhaps.
-    since := coalesce(since, '-infinity');
-    whole := true;
+    whole := true; -- also from the first of a priority on: what is before it are entries of none
     if at_mark = level and not fully then
       whole := mark.look_at < due and private.take_turn('');
       if not whole then since := mark.available_at; end if;
@@ -199,7 +195,7 @@ begin
         j.attempts + 2 >= coalesce(j.max_attempts, most) and j.last_error like 'lease expired:%' as suspect
       from public.jobs j
       where j.status = 'pending' and j.concurrency_key is null and j.kind = pick_plain_jobs.kind and j.priority = level
-        and j.available_at >= since and j.available_at <= due and j.id <> all (taken)
+        and j.available_at >= coalesce(since, '-infinity') and j.available_at <= due and j.id <> all (taken)
       order by j.available_at, j.id limit max_jobs - cardinality(ids) for no key update skip locked
     ) p;
     ids := ids || picked.ids;
@@ -225,7 +221,7 @@ begin
       ids := ids || array(
         select j.id from public.jobs j
         where j.status = 'pending' and j.concurrency_key is null and j.kind = pick_plain_jobs.kind and j.priority = level
-          and j.available_at >= since and j.available_at <= due and j.id <> all (taken || ids)
+          and j.available_at >= coalesce(since, '-infinity') and j.available_at <= due and j.id <> all (taken || ids)
           and (j.attempts + 2 >= coalesce(j.max_attempts, most) and j.last_error like 'lease expired:%') is not true
         order by j.available_at, j.id limit cardinality(picked.suspects) for no key update skip locked
       );
@@ -388,10 +384,9 @@ begin
   ids := '{}';
   suspects := '{}';
   select k.max_attempts, k.concurrency, k.rate_limit, k.paused, coalesce((
-    -- Ordered, so that it is looked for in one index whatever the statistics say.
     select true from public.jobs j where j.status = 'pending' and j.concurrency_key is not null and j.kind = pick_jobs.kind
     order by j.priority desc, j.available_at, j.id limit 1
-  ), false) as has_keys
+  ), false) as has_keys -- ordered, or the statistics choose between two indexes
   into settings
   from (select) one left join public.job_kinds k on k.kind = pick_jobs.kind;
   rated := settings.rate_limit is not null;
