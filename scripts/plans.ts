@@ -8,6 +8,7 @@ import { startPostgres } from "./local/postgres.ts";
 /**
  * `npm run plans`: what the hot statements read, with a thousand rows and with a million: the plans must be the same, and the
  * buffers within a factor of two; and what the claim costs beside a plain one and beside a million jobs that cannot start.
+ * It also times job_stats with a million jobs waiting and a million finished.
  * `npm run plans -- held`: the claim's time before, while and after a transaction is held open for a minute, at 4,000 jobs a
  * second; `-- held mixed`: of four kinds and three priorities, and one more kind that has jobs for its first seconds only.
  * Each ends with 1 when something does not hold.
@@ -46,6 +47,7 @@ try {
   else {
     await plans(sql);
     await claimCosts(sql);
+    await statistics(sql);
   }
 } finally {
   await Promise.all(clients.map((client) => client.end({ timeout: 1 })));
@@ -250,9 +252,36 @@ async function claimCost(sql: postgres.Sql, of: ClaimCase): Promise<number> {
   }
   const [plain, claim] = [median(times.plain), median(times.claim)];
   const beside = of.rows > 0 ? `${of.rows} ${of.beside}` : of.beside;
-  const cells = [`${of.kinds} kinds`, beside, ...[plain, claim, claim / plain].map((n) => n.toFixed(2))];
+  const cells = [
+    `${of.kinds} ${of.kinds === 1 ? "kind" : "kinds"}`,
+    beside,
+    ...[plain, claim, claim / plain].map((n) => n.toFixed(2)),
+  ];
   console.log(`| ${cells.join(" | ")} |`);
   return claim / plain;
+}
+
+/** job_stats with a million jobs waiting and a million finished: under 50 ms, also before anything was analyzed. */
+async function statistics(sql: postgres.Sql): Promise<void> {
+  await fill(sql, "waiting", 1_000_000);
+  await sql`
+    insert into jobs (kind, status, locked_at, finished_at)
+    select 'k', 'succeeded', clock_timestamp() - interval '1 second', clock_timestamp() from generate_series(1, 1000000)`;
+  console.log("\n| a million waiting, a million finished | median, ms | slowest, ms |\n| --- | --- | --- |");
+  for (const analyzed of [false, true]) {
+    if (analyzed) await sql`vacuum analyze jobs`;
+    for (const query of ["select * from job_stats()", "select * from job_health"]) {
+      const times: number[] = [];
+      for (let i = 0; i < 10; i++) {
+        const startedAt = performance.now();
+        await sql.unsafe(query);
+        times.push(performance.now() - startedAt);
+      }
+      const name = `${query}${analyzed ? ", analyzed" : ""}`;
+      console.log(`| ${name} | ${[0.5, 1].map((q) => quantile(times, q).toFixed(1)).join(" | ")} |`);
+      if (!(median(times) < 50)) problems.push(`${name}: ${median(times).toFixed(1)} ms`);
+    }
+  }
 }
 
 async function held(sql: postgres.Sql, mixed: boolean): Promise<void> {
