@@ -250,6 +250,17 @@ export function shortLease(seconds: number, heartbeatMs: number): (appDir: strin
   };
 }
 
+/** A generator of numbers from 0 to 1 that gives the same ones for the same seed (mulberry32). */
+export function seeded(seed: number): () => number {
+  let state = seed >>> 0;
+  return () => {
+    state = (state + 0x6d2b79f5) >>> 0;
+    let t = Math.imul(state ^ (state >>> 15), state | 1);
+    t ^= t + Math.imul(t ^ (t >>> 7), t | 61);
+    return ((t ^ (t >>> 14)) >>> 0) / 2 ** 32;
+  };
+}
+
 /** The lines that handlers have written to a file; none while it is not there. */
 export async function linesOf(file: string): Promise<string[]> {
   const text = await Deno.readTextFile(file).catch(() => "");

@@ -24,7 +24,11 @@ revoke all on function private.refuse_payload from public, anon, authenticated, 
 create trigger refuse_payload before insert on public.jobs
   for each row when (octet_length(new.payload::text) > 4000000) execute function private.refuse_payload();
 
--- A job that is about to be inserted.
+-- An entry of a batch, as it is given; and a job that is about to be inserted.
+create type private.given_job as (
+  kind text, payload jsonb, delay interval, available_at timestamptz, priority int, max_attempts int, dedupe_key text,
+  dedupe text, concurrency_key text, context jsonb
+);
 create type private.new_job as (
   kind text, payload jsonb, available_at timestamptz, priority int, max_attempts int, dedupe_key text, dedupe text,
   concurrency_key text, context jsonb
@@ -182,10 +186,7 @@ begin
         coalesce(r.priority, 0), r.max_attempts, r.dedupe_key, coalesce(r.dedupe, 'active'), r.concurrency_key, r.context
       )::private.new_job
       from jsonb_array_elements(enqueue_jobs.jobs) with ordinality e(value, n)
-      cross join lateral jsonb_to_record(e.value) as r(
-        kind text, payload jsonb, delay interval, available_at timestamptz, priority int, max_attempts int,
-        dedupe_key text, dedupe text, concurrency_key text, context jsonb
-      )
+      cross join lateral jsonb_populate_record(null::private.given_job, e.value) r
       order by e.n
     );
     -- What the table does not refuse by itself.
@@ -224,10 +225,7 @@ begin
         if jsonb_typeof(entry.value) <> 'object' then
           raise exception 'it is %, not an object', jsonb_typeof(entry.value) using errcode = '22023';
         end if;
-        select r.* into job from jsonb_to_record(entry.value) as r(
-          kind text, payload jsonb, delay interval, available_at timestamptz, priority int, max_attempts int,
-          dedupe_key text, dedupe text, concurrency_key text, context jsonb
-        );
+        select r.* into job from jsonb_populate_record(null::private.given_job, entry.value) r;
         if entry.value - fields <> '{}' then
           raise exception 'it has no field %', (select quote_literal(left(k, 80)) from jsonb_object_keys(entry.value - fields) k limit 1)
             using errcode = '22023', hint = 'There are ' || array_to_string(fields, ', ') || '.';

@@ -135,8 +135,8 @@ begin
 end $$;
 
 -- Up to `max_jobs` jobs of one kind without a concurrency key that are due at that time, locked, a priority at a time.
--- `taken` are locked already by this claim; `marked`: there are marks, and `fully`: not only from them on. A suspect has lost its worker at its last
--- attempt, and has one attempt left or two; for each there may be one job more.
+-- `taken` are locked already by this claim; `marked`: there are marks, and `fully`: not only from them on. A suspect has lost
+-- its worker at its last attempt, and has one attempt left or two; for each there may be one job more.
 create function private.pick_plain_jobs(
   kind text, max_jobs int, due timestamptz, lowest_first boolean, most int, taken uuid[], marked boolean,
   fully boolean, out ids uuid[], out suspects uuid[]

@@ -2,9 +2,9 @@ import postgres from "postgres";
 import { join } from "node:path";
 import { freePort } from "../../scripts/local/ports.ts";
 import { startStack } from "../../scripts/local/stack.ts";
-import { makeApp, projectDir, shortLease } from "../support.ts";
+import { makeApp, projectDir, seeded, shortLease } from "../support.ts";
 import { type Fault, faults, killWorker, sleep, type Stack } from "./faults.ts";
-import { type Load, seeded, startAudit, startLoad } from "./load.ts";
+import { type Load, startAudit, startLoad } from "./load.ts";
 
 /**
  * The whole stack, on a Postgres with the settings of `npm start`, under a steady load, with one fault after another. What

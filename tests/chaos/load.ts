@@ -1,4 +1,5 @@
 import postgres from "postgres";
+import { seeded } from "../support.ts";
 
 /** A stream of enqueues that remembers which ones the database has acknowledged, and a log of what becomes of them. */
 
@@ -13,17 +14,6 @@ export interface Load {
   open: Set<string>;
   /** Stops enqueuing. */
   stop(): Promise<void>;
-}
-
-/** A generator of numbers from 0 to 1 that gives the same ones for the same seed (mulberry32). */
-export function seeded(seed: number): () => number {
-  let state = seed >>> 0;
-  return () => {
-    state = (state + 0x6d2b79f5) >>> 0;
-    let t = Math.imul(state ^ (state >>> 15), state | 1);
-    t ^= t + Math.imul(t ^ (t >>> 7), t | 61);
-    return ((t ^ (t >>> 14)) >>> 0) / 2 ** 32;
-  };
 }
 
 /** Writes down each time that a job's status is set, in the transaction that does so: the table `audit`. */

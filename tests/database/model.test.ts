@@ -1,26 +1,24 @@
 import assert from "node:assert/strict";
 import postgres from "postgres";
-import { createDatabase, type TestDatabase } from "../support.ts";
+import { createDatabase, seeded, type TestDatabase } from "../support.ts";
 import { only } from "./queue.ts";
 
 /**
  * Random sequences of everything that is done to jobs, by 2 to 16 workers at once, against what must hold whatever they do.
- * MODEL_SEQUENCES=5000 runs that many instead of 250; MODEL_SEED=7 begins with that one, which a failure names. What each worker does is the
- * same again with the same seed; how they interleave is not.
+ * MODEL_SEQUENCES=5000 runs that many instead of 250; MODEL_SEED=7 begins with that one, which a failure names. What each
+ * worker does is the same again with the same seed; how they interleave is not.
  */
 
 const sequences = Number(Deno.env.get("MODEL_SEQUENCES") ?? 250);
 const firstSeed = Number(Deno.env.get("MODEL_SEED") ?? crypto.getRandomValues(new Uint32Array(1))[0]);
 const lanes = 3;
 
-/** Numbers from 0 up to below 1 (mulberry32). */
-function randomNumbers(seed: number): () => number {
-  let state = seed >>> 0;
-  return () => {
-    state = (state + 0x6d2b79f5) >>> 0;
-    let t = Math.imul(state ^ (state >>> 15), 1 | state);
-    t = (t + Math.imul(t ^ (t >>> 7), 61 | t)) ^ t;
-    return ((t ^ (t >>> 14)) >>> 0) / 2 ** 32;
+/** Gives back one of some values. */
+function picker(random: () => number): <T>(values: T[]) => T {
+  return (values) => {
+    const value = values[Math.floor(random() * values.length)];
+    assert.ok(value !== undefined);
+    return value;
   };
 }
 
@@ -81,12 +79,8 @@ Deno.test("whatever is done to jobs at once: none is lost, ended twice, over a l
 });
 
 async function runSequence(db: TestDatabase, pool: postgres.Sql, seed: number): Promise<void> {
-  const random = randomNumbers(seed);
-  const pick = <T>(values: T[]): T => {
-    const value = values[Math.floor(random() * values.length)];
-    assert.ok(value !== undefined);
-    return value;
-  };
+  const random = seeded(seed);
+  const pick = picker(random);
   const name = `m${crypto.randomUUID().slice(0, 8)}`;
   const sequence: Sequence = {
     seed,
@@ -111,7 +105,7 @@ async function runSequence(db: TestDatabase, pool: postgres.Sql, seed: number): 
   const workers = 2 + Math.floor(random() * 15);
   const operations = 20 + Math.floor(random() * 60);
   await Promise.all(Array.from({ length: workers }, async (_, n) => {
-    const own = randomNumbers(seed * 31 + n);
+    const own = seeded(seed * 31 + n);
     for (let i = 0; i < operations / workers; i++) await operate(pool, sequence, own);
   }));
   await checkQuiet(pool, sequence);
@@ -120,11 +114,7 @@ async function runSequence(db: TestDatabase, pool: postgres.Sql, seed: number): 
 }
 
 async function operate(pool: postgres.Sql, sequence: Sequence, random: () => number): Promise<void> {
-  const pick = <T>(values: T[]): T => {
-    const value = values[Math.floor(random() * values.length)];
-    assert.ok(value !== undefined);
-    return value;
-  };
+  const pick = picker(random);
   const newJob = () => {
     const key = pick([null, "x", "y", "z"]);
     return {

@@ -47,7 +47,7 @@ export async function claimJobs(
     lease_seconds: options.leaseSeconds ?? 60,
     kinds: options.kinds,
     except_kinds: options.exceptKinds,
-    awake_for: options.awakeForSeconds === undefined ? undefined : `${options.awakeForSeconds} seconds`,
+    awake_for: interval(options.awakeForSeconds),
   });
   return z.array(claimedJob).parse(rows);
 }
@@ -232,11 +232,8 @@ export async function jobStats(kinds?: string[]): Promise<z.output<typeof kindSt
 }
 
 /** As Postgres reads an interval. What is no number of seconds from 0 to ten years becomes the nearest that is. */
-function seconds(value: number): string {
+function interval(value: number | undefined): string | undefined {
+  if (value === undefined) return undefined;
   const bounded = Math.min(Math.max(Number.isNaN(value) ? 0 : value, 0), 315_360_000);
   return `${bounded.toFixed(3)} seconds`;
-}
-
-function interval(value: number | undefined): string | undefined {
-  return value === undefined ? undefined : seconds(value);
 }

@@ -3,7 +3,10 @@ import { errorText, JobError } from "./errors.ts";
 import { log } from "./log.ts";
 import { type ClaimedJob, completeJobs, failJobs, type Failure, releaseJobs } from "./queue.ts";
 
-/** `lost`: the lease was, so what the handler did was refused. `cancelled`: superseded by a newer job. `released`: given back, the attempt not counted. */
+/**
+ * `lost`: the lease was, so what the handler did was refused. `cancelled`: superseded by a newer job. `released`: given back,
+ * the attempt not counted.
+ */
 type JobStatus = "succeeded" | "pending" | "dead" | "cancelled" | "released" | "lost";
 
 /** A job whose attempt a worker has ended, and what became of it. */
