@@ -51,47 +51,38 @@ alter table private.low_water enable row level security;
 revoke all on private.turns, private.starts, private.low_water from public, anon, authenticated, service_role;
 grant select, insert, update, delete on private.turns, private.starts, private.low_water to service_role;
 
--- The first kind after this one that has pending jobs, due or not, or a mark.
-create function private.next_kind(after text, marked boolean default true) returns text
+-- Up to `max_kinds` kinds that have pending jobs, due or not, or a mark: those after `start`, and then from the first one on.
+create function private.waiting_kinds(start text, max_kinds int, marked boolean) returns text[]
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   beyond constant text := repeat('z', 64); -- longer than a kind may be
-  mark text := beyond;
 begin
-  if marked then
-    select coalesce(min(m.kind), beyond) into mark from private.low_water m where m.kind > after;
-  end if;
-  return nullif(least(mark, (
-    select j.kind from public.jobs j
-    where j.status = 'pending' and j.concurrency_key is null and j.kind > after and j.kind < mark
-    order by j.kind, j.priority desc, j.available_at, j.id limit 1
-  ), (
-    select j.kind from public.jobs j
-    where j.status = 'pending' and j.concurrency_key is not null and j.kind > after and j.kind < mark
-    order by j.kind, j.priority desc, j.available_at, j.id limit 1
-  )), beyond);
-end $$;
-
--- Up to 32 such kinds, from the one after `start` on and round again.
-create function private.waiting_kinds(start text, marked boolean) returns text[]
-language plpgsql set search_path = pg_catalog, pg_temp as $$
-declare
-  found_kinds text[] := '{}';
-  at_kind text := start;
-  wrapped boolean := false;
-begin
-  loop
-    at_kind := private.next_kind(at_kind, marked);
-    if at_kind is null or (wrapped and at_kind > start) then
-      exit when wrapped or start = '';
-      wrapped := true;
-      at_kind := '';
-    else
-      found_kinds := found_kinds || at_kind;
-      exit when cardinality(found_kinds) = 32;
-    end if;
-  end loop;
-  return found_kinds;
+  return array(
+    with recursive seen as (
+      select start as kind, 0 as nth, false as wrapped
+      union all
+      select coalesce(k.next, ''), s.nth + (k.next is not null)::int, s.wrapped or k.next is null
+      from seen s
+      cross join lateral (
+        -- What is before a mark is not probed: there may be many entries of none.
+        select coalesce(case when marked then (select min(m.kind) from private.low_water m where m.kind > s.kind) end, beyond)
+          as mark offset 0
+      ) m
+      cross join lateral (
+        select nullif(least(m.mark, (
+          select j.kind from public.jobs j
+          where j.status = 'pending' and j.concurrency_key is null and j.kind > s.kind and j.kind < m.mark
+          order by j.kind, j.priority desc, j.available_at, j.id limit 1
+        ), (
+          select j.kind from public.jobs j
+          where j.status = 'pending' and j.concurrency_key is not null and j.kind > s.kind and j.kind < m.mark
+          order by j.kind, j.priority desc, j.available_at, j.id limit 1
+        )), beyond) as next offset 0
+      ) k
+      where s.nth < max_kinds and case when s.wrapped then k.next <= start else k.next is not null or start <> '' end
+    )
+    select s.kind from seen s where s.nth > 0 and s.kind <> ''
+  );
 end $$;
 
 -- Takes the turn of a kind until the transaction ends; false when another claim has it.
@@ -134,99 +125,101 @@ begin
   return greatest(places, 0);
 end $$;
 
--- Up to `max_jobs` jobs of one kind without a concurrency key that are due at that time, locked, a priority at a time.
--- `taken` are locked already by this claim; `marked`: there are marks, and `fully`: not only from them on. A suspect has lost
--- its worker at its last attempt, and has one attempt left or two; for each there may be one job more.
+-- Of each of these kinds up to as many jobs without a concurrency key as are wanted that are due at that time, locked, a
+-- priority at a time; `counts` says how many of each. `taken` are locked already by this claim; `marked`: there are marks, and
+-- `fully`: not only from them on. `most` is how many attempts a job of the kind has. A suspect has lost its worker at its last
+-- attempt, and has one attempt left or two; for each there may be one job more.
 create function private.pick_plain_jobs(
-  kind text, max_jobs int, due timestamptz, lowest_first boolean, most int, taken uuid[], marked boolean,
-  fully boolean, out ids uuid[], out suspects uuid[]
+  kinds text[], wanted int[], most int[], due timestamptz, lowest_first boolean, taken uuid[], marked boolean,
+  fully boolean, out ids uuid[], out counts int[], out suspects uuid[]
 )
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
-  level int := case when lowest_first then -101 else 101 end;
-  mark record;
-  at_mark int;
-  since timestamptz;
-  whole boolean;
-  pages bigint;
-  picked record;
+  levels int[] := array_fill(case when lowest_first then -101 else 101 end, array[cardinality(kinds)]);
+  next_marks int[];
+  begins timestamptz[]; -- where to begin at these marks; null: from the first job on
+  pages bigint := pg_stat_get_xact_blocks_fetched('public.jobs_ready'::regclass);
+  step record;
 begin
   ids := '{}';
   suspects := '{}';
-  loop
-    -- The next priority: up to that of the next mark, whose jobs may lie behind many entries of none.
-    pages := pg_stat_get_xact_blocks_fetched('public.jobs_ready'::regclass);
-    at_mark := null; since := null;
-    if lowest_first then
-      if marked then
-        select * into mark from private.low_water m
-        where m.kind = pick_plain_jobs.kind and m.priority > level order by m.priority limit 1;
-        at_mark := mark.priority;
+  counts := array_fill(0, array[cardinality(kinds)]);
+  while 0 < any (wanted) loop
+    if marked then
+      select array_agg(m.priority order by k.nth),
+        array_agg(case when not (fully or m.look_at < due and private.take_turn('')) then m.available_at end order by k.nth)
+      into next_marks, begins
+      from unnest(kinds, levels) with ordinality k(kind, level, nth)
+      left join lateral (
+        select w.* from private.low_water w
+        where w.kind = k.kind and case when lowest_first then w.priority > k.level else w.priority < k.level end
+        order by case when lowest_first then w.priority else -w.priority end limit 1
+      ) m on true;
+    end if;
+    for step in
+      select k.nth, k.kind, k.most, l.level, l.level = k.mark as marked, s.since, p.ids, p.suspects, p.first_at,
+        pg_stat_get_xact_blocks_fetched('public.jobs_ready'::regclass) as pages
+      from unnest(kinds, wanted, most, levels, next_marks, begins) with ordinality k(kind, wanted, most, level, mark, since, nth)
+      -- The next priority: up to that of the next mark, whose jobs may lie behind many entries of none.
+      cross join lateral (
+        select case when lowest_first then least(k.mark, (
+          select j.priority from public.jobs j
+          where j.status = 'pending' and j.concurrency_key is null and j.kind = k.kind
+            and j.priority > k.level and j.priority < coalesce(k.mark, 101)
+          order by j.priority, j.available_at desc, j.id desc limit 1
+        )) else greatest(k.mark, (
+          select j.priority from public.jobs j
+          where j.status = 'pending' and j.concurrency_key is null and j.kind = k.kind
+            and j.priority < k.level and j.priority > coalesce(k.mark, -101)
+          order by j.priority desc, j.available_at, j.id limit 1
+        )) end as level offset 0
+      ) l
+      cross join lateral (select case when l.level = k.mark then k.since end as since offset 0) s
+      cross join lateral (
+        select coalesce(array_agg(p.id), '{}') as ids, coalesce(array_agg(p.id) filter (where p.suspect), '{}') as suspects,
+          min(p.available_at) as first_at
+        from (
+          select j.id, j.available_at,
+            j.attempts + 2 >= coalesce(j.max_attempts, k.most) and j.last_error like 'lease expired:%' as suspect
+          from public.jobs j
+          where j.status = 'pending' and j.concurrency_key is null and j.kind = k.kind and j.priority = l.level
+            and j.available_at >= coalesce(s.since, '-infinity') and j.available_at <= due and j.id <> all (taken)
+          order by j.available_at, j.id limit k.wanted for no key update skip locked
+        ) p
+      ) p
+      where k.wanted > 0
+    loop
+      levels[step.nth] := step.level;
+      wanted[step.nth] := case when step.level is null then 0 else wanted[step.nth] - cardinality(step.ids) end;
+      counts[step.nth] := counts[step.nth] + cardinality(step.ids);
+      ids := ids || step.ids;
+      suspects := suspects || step.suspects;
+      if step.pages - pages > 20 + cardinality(step.ids) / 20 then
+        if private.take_turn('') then
+          insert into private.low_water as m
+          values (
+            step.kind, step.level, coalesce(step.first_at, due),
+            due + least(make_interval(secs => 1 + (step.pages - pages) / 1000.0), interval '10 seconds')
+          )
+          on conflict on constraint low_water_pkey do update
+          set available_at = excluded.available_at,
+            look_at = case when step.since is null then excluded.look_at else m.look_at end;
+        end if;
+      elsif step.marked and step.since is null and private.take_turn('') then
+        delete from private.low_water m where m.kind = step.kind and m.priority = step.level;
       end if;
-      level := least(at_mark, (
-        select j.priority from public.jobs j
-        where j.status = 'pending' and j.concurrency_key is null and j.kind = pick_plain_jobs.kind
-          and j.priority > level and j.priority < coalesce(at_mark, 101)
-        order by j.priority, j.available_at desc, j.id desc limit 1
-      ));
-    else
-      if marked then
-        select * into mark from private.low_water m
-        where m.kind = pick_plain_jobs.kind and m.priority < level order by m.priority desc limit 1;
-        at_mark := mark.priority;
+      -- Those behind them do not wait until the last of them has had its turn.
+      if cardinality(step.suspects) > 0 then
+        ids := ids || array(
+          select j.id from public.jobs j
+          where j.status = 'pending' and j.concurrency_key is null and j.kind = step.kind and j.priority = step.level
+            and j.available_at >= coalesce(step.since, '-infinity') and j.available_at <= due and j.id <> all (taken || ids)
+            and (j.attempts + 2 >= coalesce(j.max_attempts, step.most) and j.last_error like 'lease expired:%') is not true
+          order by j.available_at, j.id limit cardinality(step.suspects) for no key update skip locked
+        );
       end if;
-      select j.priority, j.available_at into level, since from public.jobs j
-      where j.status = 'pending' and j.concurrency_key is null and j.kind = pick_plain_jobs.kind
-        and j.priority < level and j.priority > coalesce(at_mark, -101) order by j.priority desc, j.available_at, j.id limit 1;
-      level := coalesce(level, at_mark);
-    end if;
-    exit when level is null;
-
-    whole := true; -- also from the first of a priority on: what is before it are entries of none
-    if at_mark = level and not fully then
-      whole := mark.look_at < due and private.take_turn('');
-      if not whole then since := mark.available_at; end if;
-    end if;
-    select coalesce(array_agg(p.id), '{}') as ids, coalesce(array_agg(p.id) filter (where p.suspect), '{}') as suspects,
-      min(p.available_at) as first_at
-    into picked
-    from (
-      select j.id, j.available_at,
-        j.attempts + 2 >= coalesce(j.max_attempts, most) and j.last_error like 'lease expired:%' as suspect
-      from public.jobs j
-      where j.status = 'pending' and j.concurrency_key is null and j.kind = pick_plain_jobs.kind and j.priority = level
-        and j.available_at >= coalesce(since, '-infinity') and j.available_at <= due and j.id <> all (taken)
-      order by j.available_at, j.id limit max_jobs - cardinality(ids) for no key update skip locked
-    ) p;
-    ids := ids || picked.ids;
-    suspects := suspects || picked.suspects;
-    pages := pg_stat_get_xact_blocks_fetched('public.jobs_ready'::regclass) - pages;
-    if pages > 20 + cardinality(picked.ids) / 20 then
-      if private.take_turn('') then
-        insert into private.low_water as m
-        values (
-          kind, level, coalesce(picked.first_at, due),
-          due + least(make_interval(secs => 1 + pages / 1000.0), interval '10 seconds')
-        )
-        on conflict on constraint low_water_pkey do update
-        set available_at = excluded.available_at,
-          look_at = case when whole then excluded.look_at else m.look_at end;
-      end if;
-    elsif marked and at_mark = level and whole and private.take_turn('') then
-      delete from private.low_water m where m.kind = pick_plain_jobs.kind and m.priority = level;
-    end if;
-
-    -- Those behind them do not wait until the last of them has had its turn.
-    if cardinality(picked.suspects) > 0 then
-      ids := ids || array(
-        select j.id from public.jobs j
-        where j.status = 'pending' and j.concurrency_key is null and j.kind = pick_plain_jobs.kind and j.priority = level
-          and j.available_at >= coalesce(since, '-infinity') and j.available_at <= due and j.id <> all (taken || ids)
-          and (j.attempts + 2 >= coalesce(j.max_attempts, most) and j.last_error like 'lease expired:%') is not true
-        order by j.available_at, j.id limit cardinality(picked.suspects) for no key update skip locked
-      );
-    end if;
-    exit when cardinality(ids) >= max_jobs;
+      pages := step.pages;
+    end loop;
   end loop;
 end $$;
 
@@ -363,86 +356,118 @@ begin
   end loop;
 end $$;
 
--- Up to `max_jobs` jobs of one kind, locked, within its limits; for each suspect there may be one job more.
+-- Up to `max_jobs` jobs of these kinds, locked, within their limits: an equal part of each; for each suspect there may be one
+-- job more. `more` are the kinds of which there was no part left, and those that may have more than their part.
 create function private.pick_jobs(
-  kind text, max_jobs int, due timestamptz, taken uuid[], marked boolean, fully boolean,
-  out ids uuid[], out suspects uuid[], out rated boolean
+  kinds text[], max_jobs int, due timestamptz, taken uuid[], marked boolean, fully boolean,
+  out ids uuid[], out suspects uuid[], out more text[], out rated boolean
 )
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   lowest_first constant boolean := random() < 0.1;
   settings record;
-  turn boolean := true;
-  places int := max_jobs;
+  turn boolean;
+  part int;
+  wanted_kinds text[] := '{}';
+  wanted int[] := '{}';
+  most int[] := '{}';
+  plain record;
+  counts int[];
+  with_keys int[] := '{}'; -- their numbers in wanted_kinds
+  nth int;
   key text;
   chosen record;
   got uuid[];
-  keyed uuid[] := '{}';
-  keyed_suspects uuid[] := '{}';
-  passed uuid[] := '{}';
+  keyed uuid[];
+  keyed_suspects uuid[];
+  passed uuid[];
+  all_keyed uuid[] := '{}';
 begin
-  ids := '{}';
-  suspects := '{}';
-  select k.max_attempts, k.concurrency, k.rate_limit, k.paused, coalesce((
-    select true from public.jobs j where j.status = 'pending' and j.concurrency_key is not null and j.kind = pick_jobs.kind
-    order by j.priority desc, j.available_at, j.id limit 1
-  ), false) as has_keys -- ordered, or the statistics choose between two indexes
-  into settings
-  from (select) one left join public.job_kinds k on k.kind = pick_jobs.kind;
-  rated := settings.rate_limit is not null;
-  if settings.paused then return; end if;
-  if settings.has_keys or settings.concurrency is not null or settings.rate_limit is not null then
-    if current_setting('transaction_isolation') <> 'read committed' then
-      raise exception 'claim_jobs: % has limits, and what runs can only be counted in a read committed transaction', kind
-        using errcode = '25000';
-    end if;
-    turn := private.take_turn(kind);
-  end if;
-  if settings.concurrency is not null or settings.rate_limit is not null then
-    if not turn then return; end if;
-    places := private.free_places(kind, max_jobs + cardinality(taken), due)
-      - (select count(*) from public.jobs j where j.id = any (taken) and j.kind = pick_jobs.kind);
-    places := least(places, max_jobs);
-    if places <= 0 then return; end if;
-  end if;
-
-  chosen := private.pick_plain_jobs(kind, places, due, lowest_first, coalesce(settings.max_attempts, 5), taken, marked, fully);
-  ids := chosen.ids;
-  suspects := chosen.suspects;
-  if not settings.has_keys or not turn then return; end if;
-
-  -- Somebody else may have a row locked, or have changed it: then another is chosen in its place.
+  rated := false;
+  more := kinds[max_jobs + 1 :];
+  for settings in
+    select u.kind, max_jobs / cardinality(kinds) + (u.nth <= max_jobs % cardinality(kinds))::int as part,
+      k.max_attempts, k.concurrency, k.rate_limit, k.paused, coalesce((
+        select true from public.jobs j where j.status = 'pending' and j.concurrency_key is not null and j.kind = u.kind
+        order by j.priority desc, j.available_at, j.id limit 1
+      ), false) as has_keys -- ordered, or the statistics choose between two indexes
+    from unnest(kinds[: max_jobs]) with ordinality u(kind, nth)
+    left join lateral (select * from public.job_kinds k where k.kind = u.kind offset 0) k on true
   loop
-    select t.at into key from private.turns t where t.kind = pick_jobs.kind;
-    select * into chosen from private.choose_keyed_jobs(
-      kind, places - (cardinality(keyed) - cardinality(keyed_suspects)), due, lowest_first,
-      coalesce(settings.max_attempts, 5), taken || keyed, passed, key
-    );
-    exit when cardinality(chosen.ids) = 0;
-    if chosen.at_key <> key then update private.turns t set at = chosen.at_key where t.kind = pick_jobs.kind; end if;
-    got := array(
-      select j.id from unnest(chosen.ids, chosen.keys) c(id, key)
-      join public.jobs j on j.id = c.id and j.concurrency_key = c.key
-      -- Not =, or with stale statistics the planner looks for each of them in the index of all that are pending.
-      where j.status is not distinct from 'pending' and j.kind = pick_jobs.kind and j.available_at <= due
-      for no key update of j skip locked
-    );
-    keyed := keyed || got;
-    keyed_suspects := keyed_suspects || array(select g from unnest(got) g where g = any (chosen.suspects));
-    passed := passed || array(select c from unnest(chosen.ids) c where c <> all (got));
-    exit when cardinality(got) = cardinality(chosen.ids);
+    continue when settings.paused;
+    part := settings.part;
+    if settings.has_keys or settings.concurrency is not null or settings.rate_limit is not null then
+      if current_setting('transaction_isolation') <> 'read committed' then
+        raise exception 'claim_jobs: % has limits, and what runs can only be counted in a read committed transaction',
+          settings.kind using errcode = '25000';
+      end if;
+      turn := private.take_turn(settings.kind);
+      if settings.concurrency is not null or settings.rate_limit is not null then
+        continue when not turn;
+        part := least(part, private.free_places(settings.kind, part + cardinality(taken), due) - (
+          select count(*) from public.jobs j where j.id = any (taken) and j.kind = settings.kind
+        ));
+        rated := rated or settings.rate_limit is not null;
+      end if;
+      if settings.has_keys and turn and part > 0 then with_keys := with_keys || cardinality(wanted) + 1; end if;
+    end if;
+    if part > 0 then
+      wanted_kinds := wanted_kinds || settings.kind;
+      wanted := wanted || part;
+      most := most || coalesce(settings.max_attempts, 5);
+    end if;
   end loop;
 
-  if cardinality(keyed) > 0 and cardinality(ids) > 0 then
+  plain := private.pick_plain_jobs(wanted_kinds, wanted, most, due, lowest_first, taken, marked, fully);
+  ids := plain.ids;
+  counts := plain.counts;
+  suspects := plain.suspects;
+
+  foreach nth in array with_keys loop
+    keyed := '{}'; keyed_suspects := '{}'; passed := '{}';
+    -- Somebody else may have a row locked, or have changed it: then another is chosen in its place.
+    loop
+      select t.at into key from private.turns t where t.kind = wanted_kinds[nth];
+      select * into chosen from private.choose_keyed_jobs(
+        wanted_kinds[nth], wanted[nth] - (cardinality(keyed) - cardinality(keyed_suspects)), due, lowest_first,
+        most[nth], taken || keyed, passed, key
+      );
+      exit when cardinality(chosen.ids) = 0;
+      if chosen.at_key <> key then
+        update private.turns t set at = chosen.at_key where t.kind = wanted_kinds[nth];
+      end if;
+      got := array(
+        select j.id from unnest(chosen.ids, chosen.keys) c(id, key)
+        join public.jobs j on j.id = c.id and j.concurrency_key = c.key
+        -- Not =, or with stale statistics the planner looks for each of them in the index of all that are pending.
+        where j.status is not distinct from 'pending' and j.kind = wanted_kinds[nth] and j.available_at <= due
+        for no key update of j skip locked
+      );
+      keyed := keyed || got;
+      keyed_suspects := keyed_suspects || array(select g from unnest(got) g where g = any (chosen.suspects));
+      passed := passed || array(select c from unnest(chosen.ids) c where c <> all (got));
+      exit when cardinality(got) = cardinality(chosen.ids);
+    end loop;
+    counts[nth] := counts[nth] + cardinality(keyed);
+    all_keyed := all_keyed || keyed;
     suspects := suspects || keyed_suspects;
+  end loop;
+
+  if cardinality(all_keyed) > 0 then
     ids := array(
-      select j.id from public.jobs j
-      where j.id = any (ids || keyed) and j.id <> all (suspects)
-      order by case when lowest_first then j.priority else -j.priority end, j.available_at, j.id limit places
+      select r.id from (
+        select j.id, w.wanted, row_number() over (
+          partition by j.kind order by case when lowest_first then j.priority else -j.priority end, j.available_at, j.id
+        ) as nth
+        from public.jobs j join unnest(wanted_kinds, wanted) w(kind, wanted) on w.kind = j.kind
+        where j.id = any (ids || all_keyed) and j.id <> all (suspects)
+      ) r where r.nth <= r.wanted
     ) || suspects;
-  elsif cardinality(keyed) > 0 then
-    ids := keyed;
-    suspects := keyed_suspects;
+  end if;
+  if cardinality(ids) < max_jobs then
+    more := more || array(
+      select w.kind from unnest(wanted_kinds, wanted, counts) w(kind, wanted, count) where w.count >= w.wanted
+    );
   end if;
 end $$;
 
@@ -464,9 +489,9 @@ language sql set search_path = pg_catalog, pg_temp as $$
   on conflict on constraint starts_pkey do update set jobs = s.jobs + excluded.jobs
 $$;
 
-revoke all on function private.record_starts, private.next_kind, private.waiting_kinds, private.take_turn, private.free_places,
+revoke all on function private.record_starts, private.waiting_kinds, private.take_turn, private.free_places,
   private.pick_plain_jobs, private.choose_keyed_jobs, private.pick_jobs from public, anon, authenticated;
-grant execute on function private.record_starts, private.next_kind, private.waiting_kinds, private.take_turn, private.free_places,
+grant execute on function private.record_starts, private.waiting_kinds, private.take_turn, private.free_places,
   private.pick_plain_jobs, private.choose_keyed_jobs, private.pick_jobs to service_role;
 
 -- Whether jobs are started at all: see enable_dispatch().
@@ -519,11 +544,10 @@ declare
   first_kind text;
   once_round boolean;
   waiting text[];
-  full_kinds text[] := '{}';
+  left_kinds text[];
   ids uuid[] := '{}';
   suspects uuid[] := '{}';
   picked record;
-  share int;
   with_settings text[];
   most int[];
   timeouts int[];
@@ -554,7 +578,7 @@ begin
   loop
     for round in 1 .. 100 loop
       if claim_jobs.kinds is null then
-        waiting := private.waiting_kinds(start, marked);
+        waiting := private.waiting_kinds(start, 32, marked);
         once_round := first_kind = any (waiting);
         first_kind := coalesce(first_kind, waiting[1]);
         start := waiting[32];
@@ -562,26 +586,19 @@ begin
         waiting := array(select distinct k from unnest(claim_jobs.kinds) k where k is not null);
       end if;
 
-      -- Each kind in turn gets an equal part of what is left, in an order that changes; those that had more get the rest.
+      -- Each gets an equal part, in an order that changes; those that may have more get what is left.
+      left_kinds := waiting;
       if cardinality(waiting) > 1 or claim_jobs.except_kinds is not null then
-        waiting := array(
+        left_kinds := array(
           select k from unnest(waiting) k where k <> all (coalesce(claim_jobs.except_kinds, '{}')) order by random()
         );
       end if;
-      for i in 1 .. cardinality(waiting) loop
-        share := ceil((claim_jobs.max_jobs - cardinality(ids))::numeric / (cardinality(waiting) - i + 1));
-        exit when share <= 0;
-        picked := private.pick_jobs(waiting[i], share, claimed_at, '{}', marked, fully);
+      while cardinality(left_kinds) > 0 and cardinality(ids) < claim_jobs.max_jobs loop
+        picked := private.pick_jobs(left_kinds, claim_jobs.max_jobs - cardinality(ids), claimed_at, ids, marked, fully);
         ids := ids || picked.ids;
         suspects := suspects || picked.suspects;
         rated := rated or picked.rated;
-        if cardinality(picked.ids) >= share then full_kinds := full_kinds || waiting[i]; end if;
-      end loop;
-      for i in 1 .. cardinality(full_kinds) loop
-        exit when cardinality(ids) >= claim_jobs.max_jobs;
-        picked := private.pick_jobs(full_kinds[i], claim_jobs.max_jobs - cardinality(ids), claimed_at, ids, marked, fully);
-        ids := ids || picked.ids;
-        suspects := suspects || picked.suspects;
+        left_kinds := picked.more;
       end loop;
 
       -- Of more than 32 kinds these may all be waiting for later: then the next ones are looked at.

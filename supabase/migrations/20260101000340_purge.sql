@@ -4,22 +4,22 @@
 -- keep_cancelled (7 days), counted from finished_at. Its failures go with it. The tick deletes 10,000 every ten seconds at
 -- most; what somebody keeps locked is left for the next time.
 
--- All kinds that have settings or jobs, in their order: one probe into each index for each.
+-- All kinds that have settings or jobs: one probe into each index for each.
 create function private.known_kinds() returns setof text
 language plpgsql set search_path = pg_catalog, pg_temp as $$
-declare
-  at text := '';
 begin
-  loop
-    at := least(
-      private.next_kind(at),
-      (select k.kind from public.job_kinds k where k.kind > at order by k.kind limit 1),
-      (select j.kind from public.jobs j where j.status = 'running' and j.kind > at order by j.kind limit 1),
-      (select j.kind from public.jobs j where j.finished_at is not null and j.kind > at order by j.kind limit 1)
-    );
-    exit when at is null;
-    return next at;
-  end loop;
+  return query
+  with recursive unsettled(kind) as (
+    select ''
+    union all
+    select least(
+      (select j.kind from public.jobs j where j.status = 'running' and j.kind > u.kind order by j.kind limit 1),
+      (select j.kind from public.jobs j where j.finished_at is not null and j.kind > u.kind order by j.kind limit 1)
+    ) from unsettled u where u.kind is not null
+  )
+  select unnest(private.waiting_kinds('', 1000000, true))
+  union select k.kind from public.job_kinds k
+  union select u.kind from unsettled u where u.kind <> '';
 end $$;
 
 -- Since when the jobs of a kind must have ended to stay, by their status.

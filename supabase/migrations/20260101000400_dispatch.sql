@@ -234,13 +234,12 @@ create function private.ready_jobs(max_jobs int, out total int, out oldest times
 language plpgsql set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set jit = off as $$
 declare
-  kind text := '';
+  kind text;
   counted record;
 begin
   total := 0;
-  loop
-    kind := private.next_kind(kind);
-    exit when kind is null or total >= max_jobs;
+  foreach kind in array private.waiting_kinds('', 1000000, true) loop
+    exit when total >= max_jobs;
     select * into counted from private.count_ready_jobs(kind, max_jobs - total);
     total := total + counted.ready;
     oldest := least(oldest, counted.since);
