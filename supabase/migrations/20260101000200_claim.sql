@@ -225,135 +225,120 @@ end $$;
 
 -- Up to `max_jobs` jobs of one kind with a concurrency key that are due at that time, in their order, of each key no more
 -- than its free places; `taken` are given to this claim already, `passed` are not to be had. Of suspects there may be any
--- number beside them. Locks nothing, so only who has the kind's turn may rely on it. After 500 jobs whose keys have no place
--- free it goes on key by key, from the one after `at_key`, instead of in their order.
+-- number beside them. Locks nothing, so only who has the kind's turn may rely on it.
+--
+-- Many jobs may wait for few keys, and many keys for a later time. So it looks at the first jobs in their order; where they
+-- do not do, at the first jobs of as many keys, from the one after `at_key` on and round again; then at four times as many,
+-- until it has come to the end of either. Those of a part of the keys only go ahead of jobs that come after the first 500,
+-- and once 2000 have been looked at, fewer than `max_jobs` will do.
+-- Stable, so that all of it sees one moment: a place that gets free meanwhile is not for the second job of its key.
 create function private.choose_keyed_jobs(
   kind text, max_jobs int, due timestamptz, lowest_first boolean, most int, taken uuid[], passed uuid[], inout at_key text,
   out ids uuid[], out keys text[], out suspects uuid[]
 )
-language plpgsql set search_path = pg_catalog, pg_temp as $$
+language plpgsql stable set search_path = pg_catalog, pg_temp as $$
 declare
   key_places constant int := coalesce(
     (select k.key_concurrency from public.job_kinds k where k.kind = choose_keyed_jobs.kind), 1
   );
-  used text[] := array(
+  used constant text[] := array(
     select j.concurrency_key from public.jobs j
     where j.id = any (taken) and j.kind = choose_keyed_jobs.kind and j.concurrency_key is not null
   );
-  start constant text := at_key;
-  wrapped boolean := false;
-  level int := case when lowest_first then -101 else 101 end;
-  walked int := 0;
-  full_keys text[] := '{}'; -- whose next job has been passed over: a place that gets free now is not for one behind it
-  last_at timestamptz;
-  last_id uuid;
-  places int;
-  chunk record;
+  look_at int := greatest(2 * max_jobs, 20);
+  walked int;
+  more record;
 begin
-  ids := '{}';
-  keys := '{}';
-  suspects := '{}';
   loop
-    if lowest_first then
-      select j.priority into level from public.jobs j
-      where j.status = 'pending' and j.concurrency_key is not null and j.kind = choose_keyed_jobs.kind and j.priority > level
-      order by j.priority, j.available_at desc, j.id desc limit 1;
-    else
-      select j.priority into level from public.jobs j
-      where j.status = 'pending' and j.concurrency_key is not null and j.kind = choose_keyed_jobs.kind and j.priority < level
-      order by j.priority desc, j.available_at, j.id limit 1;
-    end if;
-    if not found then return; end if;
-    last_at := '-infinity';
-    last_id := '00000000-0000-0000-0000-000000000000';
-    loop
-      with ahead as materialized (
-        select j.id, j.concurrency_key as key, j.available_at,
-          coalesce(j.attempts + 2 >= coalesce(j.max_attempts, most) and j.last_error like 'lease expired:%', false) as suspect
+    -- Not in (select …) looks up in a hash, where <> all (…) compares with one after the other.
+    with recursive levels as (
+      select case when lowest_first then -101 else 101 end as priority
+      union all
+      select case when lowest_first then (
+        select j.priority from public.jobs j
+        where j.status = 'pending' and j.concurrency_key is not null and j.kind = choose_keyed_jobs.kind
+          and j.priority > l.priority order by j.priority, j.available_at desc, j.id desc limit 1
+      ) else (
+        select j.priority from public.jobs j
+        where j.status = 'pending' and j.concurrency_key is not null and j.kind = choose_keyed_jobs.kind
+          and j.priority < l.priority order by j.priority desc, j.available_at, j.id limit 1
+      ) end from levels l where l.priority is not null
+    ), walk as materialized (
+      select w.* from levels l cross join lateral (
+        select j.id, j.concurrency_key as key, case when lowest_first then j.priority else -j.priority end as rank,
+          j.available_at, j.attempts + 2 >= coalesce(j.max_attempts, most) and j.last_error like 'lease expired:%' as suspect
         from public.jobs j
         where j.status = 'pending' and j.concurrency_key is not null and j.kind = choose_keyed_jobs.kind
-          and j.priority = level and j.available_at <= due and (j.available_at, j.id) > (last_at, last_id)
-        order by j.available_at, j.id limit greatest(2 * max_jobs, 20)
-      ), open as (
-        select k.key, key_places
-          - (select count(*) from (
-              select from public.jobs r
-              where r.status = 'running' and r.kind = choose_keyed_jobs.kind and r.concurrency_key = k.key
-              limit key_places
-            ) r)
-          - (select count(*) from unnest(used || keys) u where u = k.key) as places
-        from (select distinct a.key from ahead a where a.key <> all (full_keys)) k
-      ), numbered as (
-        select a.*, o.places, row_number() over (partition by a.key order by a.available_at, a.id) as nth
-        from ahead a join open o on o.key = a.key where a.id <> all (taken || passed)
-      ), admitted as (
-        select n.*, count(*) filter (where not n.suspect) over (order by n.available_at, n.id) as others from numbered n
-        where n.nth <= n.places
-      )
-      select
-        (select coalesce(array_agg(a.id order by a.available_at, a.id), '{}') from admitted a where a.others <= left_places.n) as ids,
-        (select coalesce(array_agg(a.key order by a.available_at, a.id), '{}') from admitted a where a.others <= left_places.n) as keys,
-        (select coalesce(array_agg(a.id), '{}') from admitted a where a.suspect and a.others <= left_places.n) as suspects,
-        array(select n.key from numbered n where n.nth = greatest(n.places, 0) + 1) as full_keys,
-        (select count(*) from ahead) as jobs,
-        (select a.available_at from ahead a order by a.available_at desc, a.id desc limit 1) as last_at,
-        (select a.id from ahead a order by a.available_at desc, a.id desc limit 1) as last_id
-      into chunk
-      from (select max_jobs - (cardinality(ids) - cardinality(suspects)) as n) left_places;
-      ids := ids || chunk.ids;
-      keys := keys || chunk.keys;
-      suspects := suspects || chunk.suspects;
-      full_keys := full_keys || chunk.full_keys;
-      if cardinality(ids) - cardinality(suspects) >= max_jobs then return; end if;
-      walked := walked + chunk.jobs;
-      exit when chunk.jobs < greatest(2 * max_jobs, 20) or walked >= 500;
-      last_at := chunk.last_at;
-      last_id := chunk.last_id;
-    end loop;
-    exit when walked >= 500;
-  end loop;
-
-  loop
-    select j.concurrency_key into at_key from public.jobs j
-    where j.status = 'pending' and j.concurrency_key is not null and j.kind = choose_keyed_jobs.kind
-      and j.concurrency_key > at_key
-    order by j.concurrency_key, j.priority desc, j.available_at, j.id limit 1;
-    if not found then
-      exit when wrapped;
-      wrapped := true;
-      at_key := '';
-      continue;
-    end if;
-    exit when wrapped and at_key > start;
-    places := key_places
-      - (select count(*) from (
+          and j.priority = l.priority and j.available_at <= due and j.id not in (select unnest(taken || passed))
+        order by j.available_at, j.id limit look_at
+      ) w limit look_at
+    ), numbered as (
+      select f.*, row_number() over (partition by f.key order by f.rank nulls first, f.available_at, f.id) as nth
+      from (select * from walk union all select null, u, null, null, null from unnest(used) u) f
+    ), counted as (
+      select n.*, max(case when n.nth = 1 then key_places - (
+        select count(*) from (
           select from public.jobs r
-          where r.status = 'running' and r.kind = choose_keyed_jobs.kind and r.concurrency_key = at_key limit key_places
-        ) r)
-      - (select count(*) from unnest(used || keys) u where u = at_key);
-    if places > 0 then
-      select coalesce(array_agg(p.id), '{}') as ids, coalesce(array_agg(p.id) filter (where p.suspect), '{}') as suspects
-      into chunk
-      from (
-        select j.id, j.attempts + 2 >= coalesce(j.max_attempts, most) and j.last_error like 'lease expired:%' as suspect
+          where r.status = 'running' and r.kind = choose_keyed_jobs.kind and r.concurrency_key = n.key limit key_places
+        ) r
+      ) end) over (partition by n.key) as places from numbered n
+    ), admitted as (
+      select c.*, count(*) filter (where c.suspect is not true) over (order by c.rank, c.available_at, c.id) as others
+      from counted c where c.nth <= c.places and c.id is not null
+    )
+    select coalesce(array_agg(a.id), '{}'), coalesce(array_agg(a.key), '{}'),
+      coalesce(array_agg(a.id) filter (where a.suspect), '{}'), (select count(*) from walk)
+    into ids, keys, suspects, walked
+    from admitted a where a.others <= max_jobs;
+    if walked < look_at or cardinality(ids) - cardinality(suspects) >= max_jobs then return; end if;
+
+    with recursive steps as (
+      select at_key as key, false as wrapped
+      union all
+      select n.* from steps s cross join lateral (
+        (select j.concurrency_key, s.wrapped from public.jobs j
+        where j.status = 'pending' and j.concurrency_key is not null and j.kind = choose_keyed_jobs.kind
+          and j.concurrency_key > s.key order by j.concurrency_key, j.priority desc, j.available_at, j.id limit 1)
+        union all
+        select '', true where not s.wrapped
+        limit 1
+      ) n where not (s.wrapped and s.key > at_key)
+    ), some_keys as materialized (
+      select s.key from steps s limit look_at
+    ), firsts as materialized (
+      select b.* from some_keys s cross join lateral (
+        select count(*) as running from (
+          select from public.jobs r
+          where r.status = 'running' and r.kind = choose_keyed_jobs.kind and r.concurrency_key = s.key limit key_places
+        ) r
+      ) r cross join lateral (
+        select j.id, s.key, case when lowest_first then j.priority else -j.priority end as rank,
+          j.available_at, j.attempts + 2 >= coalesce(j.max_attempts, most) and j.last_error like 'lease expired:%' as suspect
         from public.jobs j
         where j.status = 'pending' and j.concurrency_key is not null and j.kind = choose_keyed_jobs.kind
-          and j.concurrency_key = at_key and j.available_at <= due and j.id <> all (taken || passed || ids)
-          and j.priority <= case when not lowest_first then 100 else (
-            select l.priority from public.jobs l
-            where l.status = 'pending' and l.concurrency_key is not null and l.kind = choose_keyed_jobs.kind
-              and l.concurrency_key = at_key
-            order by l.priority, l.available_at desc, l.id desc limit 1
-          ) end
-        order by j.priority desc, j.available_at, j.id
-        limit least(places, max_jobs - (cardinality(ids) - cardinality(suspects)))
-      ) p;
-      ids := ids || chunk.ids;
-      keys := keys || array_fill(at_key, array[cardinality(chunk.ids)]);
-      suspects := suspects || chunk.suspects;
-      exit when cardinality(ids) - cardinality(suspects) >= max_jobs;
+          and j.concurrency_key = s.key and j.available_at <= due and j.id not in (select unnest(taken || passed))
+        order by j.priority desc, j.available_at, j.id limit key_places - r.running
+      ) b
+      where s.key not in (select unnest(used || keys)) limit look_at
+    ), admitted as (
+      select f.*, count(*) filter (where f.suspect is not true) over (order by f.rank, f.available_at, f.id) as others
+      from firsts f
+    )
+    select coalesce(array_agg(a.id), '{}') as ids, coalesce(array_agg(a.key), '{}') as keys,
+      coalesce(array_agg(a.id) filter (where a.suspect), '{}') as suspects,
+      (select count(*) from some_keys) < look_at as all_keys,
+      coalesce((select array_agg(f.key) from firsts f)[look_at], (select array_agg(s.key) from some_keys s)[look_at]) as last_key
+    into more
+    from admitted a where a.others <= max_jobs - (cardinality(ids) - cardinality(suspects));
+    if look_at >= 500 or more.all_keys then
+      ids := ids || more.ids;
+      keys := keys || more.keys;
+      suspects := suspects || more.suspects;
+      exit when more.all_keys or cardinality(ids) - cardinality(suspects) >= max_jobs or (look_at >= 2000 and ids <> '{}');
     end if;
+    look_at := 4 * look_at;
   end loop;
+  at_key := coalesce(more.last_key, at_key);
 end $$;
 
 -- Up to `max_jobs` jobs of these kinds, locked, within their limits: an equal part of each; for each suspect there may be one
