@@ -227,10 +227,10 @@ end $$;
 -- than its free places; `taken` are given to this claim already, `passed` are not to be had. Of suspects there may be any
 -- number beside them. Locks nothing, so only who has the kind's turn may rely on it.
 --
--- Many jobs may wait for few keys, and many keys for a later time. So it looks at the first jobs in their order; where they
--- do not do, at the first jobs of as many keys, from the one after `at_key` on and round again; then at four times as many,
--- until it has come to the end of either. Those of a part of the keys only go ahead of jobs that come after the first 500,
--- and once 2000 have been looked at, fewer than `max_jobs` will do.
+-- Many jobs may wait for few keys, and many keys for a later time. So it looks at the first jobs in their order and, where
+-- they do not do, at the first jobs of as many keys, from the one after `at_key` on and round again; then at four times as
+-- many, until it has come to the end of either. What only some of the keys have must not go ahead of the first 500 jobs; once
+-- 2000 have been looked at, fewer than `max_jobs` will do.
 -- Stable, so that all of it sees one moment: a place that gets free meanwhile is not for the second job of its key.
 create function private.choose_keyed_jobs(
   kind text, max_jobs int, due timestamptz, lowest_first boolean, most int, taken uuid[], passed uuid[], inout at_key text,
@@ -304,10 +304,12 @@ begin
         limit 1
       ) n where not (s.wrapped and s.key > at_key)
     ), some_keys as materialized (
-      select s.key from steps s limit look_at
+      select s.key from steps s where s.wrapped = (s.key <= at_key) limit look_at
     ), firsts as materialized (
       select b.* from some_keys s cross join lateral (
-        select count(*) as running from (
+        select count(*) + case when s.key not in (select unnest(used || keys)) then 0 else (
+          select count(*) from unnest(used || keys) u where u = s.key
+        ) end as used from (
           select from public.jobs r
           where r.status = 'running' and r.kind = choose_keyed_jobs.kind and r.concurrency_key = s.key limit key_places
         ) r
@@ -316,10 +318,15 @@ begin
           j.available_at, j.attempts + 2 >= coalesce(j.max_attempts, most) and j.last_error like 'lease expired:%' as suspect
         from public.jobs j
         where j.status = 'pending' and j.concurrency_key is not null and j.kind = choose_keyed_jobs.kind
-          and j.concurrency_key = s.key and j.available_at <= due and j.id not in (select unnest(taken || passed))
-        order by j.priority desc, j.available_at, j.id limit key_places - r.running
-      ) b
-      where s.key not in (select unnest(used || keys)) limit look_at
+          and j.concurrency_key = s.key and j.available_at <= due and j.id not in (select unnest(taken || passed || ids))
+          and j.priority <= case when not lowest_first then 100 else (
+            select l.priority from public.jobs l
+            where l.status = 'pending' and l.concurrency_key is not null and l.kind = choose_keyed_jobs.kind
+              and l.concurrency_key = s.key and l.available_at <= due
+            order by l.priority, l.available_at desc, l.id desc limit 1
+          ) end
+        order by j.priority desc, j.available_at, j.id limit greatest(key_places - r.used, 0)
+      ) b limit look_at
     ), admitted as (
       select f.*, count(*) filter (where f.suspect is not true) over (order by f.rank, f.available_at, f.id) as others
       from firsts f

@@ -1,5 +1,6 @@
 import assert from "node:assert/strict";
 import postgres from "postgres";
+import { seeded } from "../support.ts";
 import { claim, cost, enqueue, expireLeases, only, openTransaction, sharedDatabase } from "./queue.ts";
 
 /** The limits in job_kinds: concurrency, key_concurrency, rate_limit per rate_period, paused. */
@@ -347,6 +348,77 @@ Deno.test("20,000 delayed jobs with keys cost a claim nothing", async () => {
   const { rows, buffers } = await cost(sql, "select * from claim_jobs('w', 10)");
   assert.equal(rows, 0);
   assert.ok(buffers < 300, `${buffers} buffers`);
+});
+
+Deno.test("where few keys have many jobs and many keys wait for later, an empty claim costs the lesser of the two", async () => {
+  const sql = db.connect("postgres", { max: 1 });
+  const later = (kind: string) =>
+    db.sql`
+      insert into jobs (kind, concurrency_key, available_at)
+      select ${kind}, 'key ' || n, clock_timestamp() + interval '1 hour' from generate_series(1, 20000) n`;
+  await add(600, "few_due", "busy");
+  await later("few_due");
+  await add(20_000, "few_keys", "busy");
+  assert.equal((await claim(sql)).length, 2);
+  for (const kind of ["few_due", "few_keys"]) {
+    const { rows, buffers } = await cost(sql, `select * from claim_jobs('w', 10, kinds => array['${kind}'])`);
+    assert.equal(rows, 0);
+    assert.ok(buffers < 6000, `${kind}: ${buffers} buffers`);
+  }
+});
+
+Deno.test("with keys, a claim gives exactly the first in order whose keys have a place, from either end", async () => {
+  interface Row {
+    id: string;
+    concurrency_key: string;
+    priority: number;
+    status: string;
+  }
+  for (const seed of Array.from({ length: 10 }, () => Math.random())) {
+    const random = seeded(seed * 2 ** 32);
+    const priorities = random() < 0.5 ? 1 : 3;
+    const places = priorities === 1 ? 1 + Math.floor(random() * 3) : 1;
+    await db.sql`truncate jobs, job_kinds, private.turns cascade`;
+    await set("test", { key_concurrency: places });
+    await db.sql.begin(async (sql) => {
+      await sql`select setseed(${seed})`;
+      await sql`
+        insert into jobs (kind, concurrency_key, priority, available_at)
+        select 'test', 'key ' || floor(power(random(), 4) * ${
+        Math.ceil(random() * 400)
+      }), floor(random() * ${priorities}),
+          clock_timestamp() + case when random() < 0.3 then interval '1 hour' else '0' end
+        from generate_series(1, 400)`;
+    });
+    for (let round = 0; round < 8; round++) {
+      const jobs = await db.sql<Row[]>`
+        select id, concurrency_key, priority, status from jobs
+        where status in ('pending', 'running') and available_at <= clock_timestamp() order by available_at, id`;
+      const maxJobs = Math.ceil(random() * 40);
+      const first = (direction: number) => {
+        const counts = new Map<string, number>();
+        const start = (key: string) => counts.set(key, (counts.get(key) ?? 0) + 1).get(key) ?? 0;
+        jobs.filter(({ status }) => status === "running").forEach((job) => start(job.concurrency_key));
+        return jobs.filter(({ status }) => status === "pending")
+          .toSorted((a, b) => direction * (a.priority - b.priority))
+          .filter((job) => start(job.concurrency_key) <= places).slice(0, maxJobs).map(({ id }) => id)
+          .toSorted();
+      };
+      const claimed = (await claim(db.sql, maxJobs)).map(({ id }) => id).toSorted();
+      const expected = [first(-1), first(1)];
+      assert.ok(
+        expected.some((ids) => ids.join() === claimed.join()),
+        `seed ${seed}, round ${round}: ${claimed.length} jobs, expected ${
+          expected.map(({ length }) => length)
+        }`,
+      );
+      await db.sql`
+        update jobs set status = 'cancelled', lease_expires_at = null, finished_at = clock_timestamp()
+        where status = 'running' and id = any (${
+        jobs.map(({ id }) => id).filter(() => random() < 0.5)
+      }::uuid[])`;
+    }
+  }
 });
 
 Deno.test("a paused or saturated kind with 20,000 jobs costs the others nothing", async () => {
