@@ -246,11 +246,13 @@ declare
     where j.id = any (taken) and j.kind = choose_keyed_jobs.kind and j.concurrency_key is not null
   );
   look_at int := greatest(2 * max_jobs, 20);
+  enough int;
   walked int;
   more record;
 begin
   loop
     -- Not in (select …) looks up in a hash, where <> all (…) compares with one after the other.
+    -- Between, and the order by key, leave one index to choose, whatever the statistics say.
     with recursive levels as (
       select case when lowest_first then -101 else 101 end as priority
       union all
@@ -279,7 +281,8 @@ begin
       select n.*, max(case when n.nth = 1 then key_places - (
         select count(*) from (
           select from public.jobs r
-          where r.status = 'running' and r.kind = choose_keyed_jobs.kind and r.concurrency_key = n.key limit key_places
+          where r.status = 'running' and r.kind = choose_keyed_jobs.kind and r.concurrency_key between n.key and n.key
+          order by r.concurrency_key limit key_places
         ) r
       ) end) over (partition by n.key) as places from numbered n
     ), admitted as (
@@ -292,6 +295,7 @@ begin
     from admitted a where a.others <= max_jobs;
     if walked < look_at or cardinality(ids) - cardinality(suspects) >= max_jobs then return; end if;
 
+    enough := case when look_at < 500 then look_at else 2 * max_jobs end;
     with recursive steps as (
       select at_key as key, false as wrapped
       union all
@@ -311,30 +315,32 @@ begin
           select count(*) from unnest(used || keys) u where u = s.key
         ) end as used from (
           select from public.jobs r
-          where r.status = 'running' and r.kind = choose_keyed_jobs.kind and r.concurrency_key = s.key limit key_places
+          where r.status = 'running' and r.kind = choose_keyed_jobs.kind and r.concurrency_key between s.key and s.key
+          order by r.concurrency_key limit key_places
         ) r
       ) r cross join lateral (
         select j.id, s.key, case when lowest_first then j.priority else -j.priority end as rank,
           j.available_at, j.attempts + 2 >= coalesce(j.max_attempts, most) and j.last_error like 'lease expired:%' as suspect
         from public.jobs j
         where j.status = 'pending' and j.concurrency_key is not null and j.kind = choose_keyed_jobs.kind
-          and j.concurrency_key = s.key and j.available_at <= due and j.id not in (select unnest(taken || passed || ids))
+          and j.concurrency_key between s.key and s.key and j.available_at <= due
+          and j.id not in (select unnest(taken || passed || ids))
           and j.priority <= case when not lowest_first then 100 else (
             select l.priority from public.jobs l
             where l.status = 'pending' and l.concurrency_key is not null and l.kind = choose_keyed_jobs.kind
-              and l.concurrency_key = s.key and l.available_at <= due
-            order by l.priority, l.available_at desc, l.id desc limit 1
+              and l.concurrency_key between s.key and s.key and l.available_at <= due
+            order by l.concurrency_key desc, l.priority, l.available_at desc, l.id desc limit 1
           ) end
-        order by j.priority desc, j.available_at, j.id limit greatest(key_places - r.used, 0)
-      ) b limit look_at
+        order by j.concurrency_key, j.priority desc, j.available_at, j.id limit greatest(key_places - r.used, 0)
+      ) b limit enough
     ), admitted as (
       select f.*, count(*) filter (where f.suspect is not true) over (order by f.rank, f.available_at, f.id) as others
       from firsts f
     )
     select coalesce(array_agg(a.id), '{}') as ids, coalesce(array_agg(a.key), '{}') as keys,
       coalesce(array_agg(a.id) filter (where a.suspect), '{}') as suspects,
-      (select count(*) from some_keys) < look_at as all_keys,
-      coalesce((select array_agg(f.key) from firsts f)[look_at], (select array_agg(s.key) from some_keys s)[look_at]) as last_key
+      (select count(*) from firsts) < enough and (select count(*) from some_keys) < look_at as all_keys,
+      coalesce((select array_agg(f.key) from firsts f)[enough], (select array_agg(s.key) from some_keys s)[look_at]) as last_key
     into more
     from admitted a where a.others <= max_jobs - (cardinality(ids) - cardinality(suspects));
     if look_at >= 500 or more.all_keys then

@@ -367,6 +367,17 @@ Deno.test("where few keys have many jobs and many keys wait for later, an empty 
   }
 });
 
+Deno.test("what runs is counted by its key, also with statistics from a time when nothing ran", async () => {
+  await add(3_000, "test", "key #");
+  await db.sql`analyze jobs`;
+  const sql = db.connect("postgres", { max: 1 });
+  await claim(sql, 1000);
+  await claim(sql, 1000);
+  const { rows, buffers } = await cost(sql, "select * from claim_jobs('w', 50)");
+  assert.equal(rows, 50);
+  assert.ok(buffers < 4000, `${buffers} buffers`);
+});
+
 Deno.test("with keys, a claim gives exactly the first in order whose keys have a place, from either end", async () => {
   interface Row {
     id: string;
