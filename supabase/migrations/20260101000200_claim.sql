@@ -112,7 +112,8 @@ begin
   if limits.concurrency is not null then
     places := least(places, limits.concurrency - (
       select count(*)::int from (
-        select from public.jobs j where j.status = 'running' and j.kind = free_places.kind limit limits.concurrency
+        select from public.jobs j where j.status = 'running' and j.kind = free_places.kind
+        order by j.concurrency_key limit limits.concurrency -- ordered, or the statistics choose between two indexes
       ) r
     ));
   end if;
