@@ -228,10 +228,10 @@ end $$;
 -- than its free places; `taken` are given to this claim already, `passed` are not to be had. Of suspects there may be any
 -- number beside them. Locks nothing, so only who has the kind's turn may rely on it.
 --
--- Many jobs may wait for few keys, and many keys for a later time. So it looks at the first jobs in their order and, where
--- they do not do, at the first jobs of as many keys, from the one after `at_key` on and round again; then at four times as
--- many, until it has come to the end of either. What only some of the keys have must not go ahead of the first 500 jobs; once
--- 2000 have been looked at, fewer than `max_jobs` will do.
+-- Many jobs may wait for few keys, and many keys for a later time. So it looks at the first jobs in their order and,
+-- where they do not do, at the first jobs of as many keys, from the one after `at_key` on and round again; then at four times
+-- as many, until it has come to the end of either. What only some of the keys have must not go ahead of the first 500
+-- jobs; once 2000 have been looked at, fewer than `max_jobs` will do.
 -- Stable, so that all of it sees one moment: a place that gets free meanwhile is not for the second job of its key.
 create function private.choose_keyed_jobs(
   kind text, max_jobs int, due timestamptz, lowest_first boolean, most int, taken uuid[], passed uuid[], inout at_key text,
@@ -341,14 +341,14 @@ begin
     select coalesce(array_agg(a.id), '{}') as ids, coalesce(array_agg(a.key), '{}') as keys,
       coalesce(array_agg(a.id) filter (where a.suspect), '{}') as suspects,
       (select count(*) from firsts) < enough and (select count(*) from some_keys) < look_at as all_keys,
-      coalesce((select array_agg(f.key) from firsts f)[enough], (select array_agg(s.key) from some_keys s)[look_at]) as last_key
+      coalesce((select array_agg(key) from firsts)[enough], (select array_agg(key) from some_keys)[look_at]) as last_key
     into more
     from admitted a where a.others <= max_jobs - (cardinality(ids) - cardinality(suspects));
     if look_at >= 500 or more.all_keys then
       ids := ids || more.ids;
       keys := keys || more.keys;
       suspects := suspects || more.suspects;
-      exit when more.all_keys or cardinality(ids) - cardinality(suspects) >= max_jobs or (look_at >= 2000 and ids <> '{}');
+      exit when more.all_keys or cardinality(ids) - cardinality(suspects) >= max_jobs or look_at >= 2000 and ids <> '{}';
     end if;
     look_at := 4 * look_at;
   end loop;
