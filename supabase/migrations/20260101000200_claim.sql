@@ -87,7 +87,7 @@ end $$;
 
 -- Takes the turn of a kind until the transaction ends; false when another claim has it.
 create function private.take_turn(kind text) returns boolean
-language plpgsql set search_path = pg_catalog, pg_temp set lock_timeout = '10ms' as $$
+language plpgsql set search_path = pg_catalog, pg_temp set lock_timeout = '100ms' as $$
 begin
   perform from private.turns t where t.kind = take_turn.kind for no key update skip locked;
   if not found and not exists (select from private.turns t where t.kind = take_turn.kind) then
