@@ -336,44 +336,8 @@ begin
   end if;
 end $$;
 
--- Health. job_dispatch_health() asks one of the functions below for each of its items. Each says whether the thing holds
--- (`ok`; null while that is not known), what was seen, and what to do when it does not hold. What fails shows within a
--- minute: the limits leave a few rounds of the ten-second tick, so that one late run is no alarm.
-
-create function private.check_extensions(out ok boolean, out detail text, out todo text)
-language plpgsql set search_path = pg_catalog, pg_temp as $$
-declare
-  missing text;
-begin
-  select string_agg(n, ', ') into missing from unnest(array['pg_cron', 'pg_net', 'supabase_vault']) n
-  where not exists (select from pg_catalog.pg_extension x where x.extname = n);
-  ok := missing is null;
-  detail := coalesce('missing: ' || missing, 'pg_cron, pg_net and supabase_vault are installed');
-  todo := case when not ok then 'Run create extension for each; without them call the drain function from outside.' end;
-end $$;
-
-create function private.check_project_url(out ok boolean, out detail text, out todo text)
-language plpgsql set search_path = pg_catalog, pg_temp as $$
-declare
-  url constant text := private.vault_secret('project_url');
-begin
-  ok := coalesce(url ~ '^https?://[^/]', false);
-  detail := coalesce(url, 'not in Vault');
-  todo := case when not ok then
-    'Run select vault.create_secret(''https://<ref>.supabase.co'', ''project_url''), or vault.update_secret where it exists.' end;
-end $$;
-
-create function private.check_cron_secret(out ok boolean, out detail text, out todo text)
-language plpgsql set search_path = pg_catalog, pg_temp as $$
-declare
-  secret constant text := private.vault_secret('cron_secret');
-begin
-  ok := coalesce(length(private.first_cron_secret()) >= 32, false);
-  detail := case when secret is null then 'not in Vault'
-    when ok then 'in Vault' else 'in Vault, but shorter than 32 characters' end;
-  todo := case when not ok then
-    'Run select vault.create_secret(''<CRON_SECRET of the functions>'', ''cron_secret''), or vault.update_secret where it exists.' end;
-end $$;
+-- Health. What fails shows within a minute: the limits leave a few rounds of the ten-second tick, so that one late run is
+-- no alarm.
 
 create function private.check_tick(out ok boolean, out detail text, out todo text)
 language plpgsql set search_path = pg_catalog, pg_temp as $$
@@ -410,7 +374,7 @@ begin
   ok := run.status <> 'failed' and run.at > clock_timestamp() - interval '40 seconds';
   detail := format('last run %s at %s%s', run.status, date_trunc('second', run.at),
     case when run.status = 'failed' then ': ' || btrim(split_part(run.return_message, 'CONTEXT:', 1), E' \n') end);
-  todo := case when ok then null
+  todo := case
     when run.status = 'failed' then 'Mend what the message names.'
     when run.status = 'succeeded' then 'pg_cron has stopped running jobs: restart the database.'
     else 'The tick does not end: look in pg_stat_activity for what holds it up, or restart the database.' end;
@@ -502,7 +466,6 @@ begin
     -- A server that is not ours may send back what it was sent.
     detail := replace(detail, coalesce(private.first_cron_secret(), ''), '…');
     todo := case
-      when ok then null
       when answer.id is null then 'Ask again in a few seconds. If it stays so, pg_net keeps no answers: see its setting pg_net.ttl.'
       when answer.timed_out then 'job-worker did not answer within 5 s: read its log, and check project_url.'
       when answer.status_code is null then 'Check that project_url is this project''s API, as seen from the database.'
@@ -526,103 +489,99 @@ begin
   end if;
 end $$;
 
-create function private.check_ready_jobs(out ok boolean, out detail text, out todo text)
-language plpgsql set search_path = pg_catalog, pg_temp as $$
-declare
-  ready record;
-begin
-  select * into ready from private.ready_jobs(10000);
-  -- The tick has poked for it twice by then.
-  ok := coalesce(ready.oldest > clock_timestamp() - interval '30 seconds', true);
-  detail := case when ready.total = 0 then 'none' else
-    format('%s, the oldest due since %s', case when ready.total = 10000 then '10000+' else ready.total::text end,
-      date_trunc('second', ready.oldest)) end;
-  todo := case when not ok then 'Mend the items above. If all hold, read the log of job-worker: it fails, or has more work than it can do.' end;
-end $$;
-
--- Jobs whose worker is gone, and which the tick should have taken back.
-create function private.check_leases(out ok boolean, out detail text, out todo text)
-language plpgsql set search_path = pg_catalog, pg_temp as $$
-declare
-  oldest constant timestamptz := (select min(j.lease_expires_at) from public.jobs j where j.status = 'running');
-begin
-  ok := coalesce(oldest > clock_timestamp() - interval '30 seconds', true);
-  detail := case when ok then 'none has run out' else format('one has run out at %s', date_trunc('second', oldest)) end;
-  todo := case when not ok then
-    'The tick takes such jobs back: mend it. If it holds, somebody keeps the job''s row locked: look in pg_stat_activity.' end;
-end $$;
-
--- Jobs of the last day that died because no worker knew their kind: see declare_job_kinds.
-create function private.check_kinds(out ok boolean, out detail text, out todo text)
-language plpgsql set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set jit = off as $$
-declare
-  unknown text;
-begin
-  select string_agg(distinct d.kind, ', ') into unknown from (
-    select j.kind from public.jobs j
-    where j.status = 'dead' and j.last_error like 'unknown_kind:%'
-      and j.finished_at > (select clock_timestamp()) - interval '1 day'
-    limit 10000
-  ) d;
-  ok := unknown is null;
-  detail := case when ok then 'none is unknown' else 'unknown to the worker that had them: ' || left(unknown, 300) end;
-  todo := case when not ok then
-    'Deploy the functions that know them: the first worker that does puts those jobs back. If the kind is a slip, delete them.' end;
-end $$;
-
--- Jobs that the purge should have deleted an hour ago.
-create function private.check_purge(out ok boolean, out detail text, out todo text)
-language plpgsql set search_path = pg_catalog, pg_temp
-set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set jit = off as $$
-declare
-  late text;
-begin
-  select string_agg(format('%s (%s)', k.kind, s.status), ', ') into late
-  from private.known_kinds() k(kind) cross join lateral private.keep_since(k.kind) s
-  cross join lateral (
-    select from public.jobs j where j.kind = k.kind and j.status = s.status and j.finished_at < s.since - interval '1 hour' limit 1
-  ) j;
-  ok := late is null;
-  detail := case when ok then 'none is late' else 'should be deleted since an hour or more: ' || left(late, 300) end;
-  todo := case when not ok then 'The tick deletes 10,000 every ten seconds; what stops it is a warning in the log of Postgres.'
-    || coalesce(' Jobs that these refer to stay, for want of on delete cascade or set null: ' || (
-      select string_agg(c.conrelid::regclass::text, ', ') from pg_catalog.pg_constraint c
-      where c.confrelid = 'public.jobs'::regclass and c.confdeltype in ('a', 'r')
-    ) || '.', '') end;
-end $$;
-
-revoke all on function private.check_extensions, private.check_project_url, private.check_cron_secret,
-  private.check_tick, private.try_worker, private.check_worker, private.check_ready_jobs, private.check_leases,
-  private.check_kinds, private.check_purge from public, anon, authenticated, service_role;
+revoke all on function private.check_tick, private.try_worker, private.check_worker
+  from public, anon, authenticated, service_role;
 
 -- Whether jobs get started, one row for each thing that must hold: what it is, whether it holds (null: not known yet), what
 -- was seen, and what to do. Secrets are not shown. Asks the worker: see private.try_worker. Never fails, and waits for no
 -- lock longer than half a second: an item that cannot be looked at says why.
 create function public.job_dispatch_health() returns table (item text, ok boolean, detail text, todo text)
 language plpgsql security definer set search_path = pg_catalog, pg_temp
-set lock_timeout = '500ms' set timezone = 'UTC' set datestyle = 'ISO' as $$
+set lock_timeout = '500ms' set timezone = 'UTC' set datestyle = 'ISO'
+set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set jit = off as $$
+declare
+  found_text text;
+  found_at timestamptz;
+  ready record;
 begin
   foreach item in array array[
     'extensions', 'project_url', 'cron_secret', 'tick', 'worker', 'ready jobs', 'leases', 'kinds', 'purge'
   ] loop
     begin
       case item
-        when 'extensions' then select c.* into ok, detail, todo from private.check_extensions() c;
-        when 'project_url' then select c.* into ok, detail, todo from private.check_project_url() c;
-        when 'cron_secret' then select c.* into ok, detail, todo from private.check_cron_secret() c;
-        when 'tick' then select c.* into ok, detail, todo from private.check_tick() c;
-        when 'worker' then select c.* into ok, detail, todo from private.check_worker() c;
-        when 'ready jobs' then select c.* into ok, detail, todo from private.check_ready_jobs() c;
-        when 'leases' then select c.* into ok, detail, todo from private.check_leases() c;
-        when 'kinds' then select c.* into ok, detail, todo from private.check_kinds() c;
-        when 'purge' then select c.* into ok, detail, todo from private.check_purge() c;
+        when 'extensions' then
+          select string_agg(n, ', ') into found_text from unnest(array['pg_cron', 'pg_net', 'supabase_vault']) n
+          where not exists (select from pg_catalog.pg_extension x where x.extname = n);
+          ok := found_text is null;
+          detail := coalesce('missing: ' || found_text, 'pg_cron, pg_net and supabase_vault are installed');
+          todo := 'Run create extension for each; without them call the drain function from outside.';
+        when 'project_url' then
+          found_text := private.vault_secret('project_url');
+          ok := coalesce(found_text ~ '^https?://[^/]', false);
+          detail := coalesce(found_text, 'not in Vault');
+          todo := 'Run select vault.create_secret(''https://<ref>.supabase.co'', ''project_url''), '
+            'or vault.update_secret where it exists.';
+        when 'cron_secret' then
+          found_text := private.first_cron_secret();
+          ok := coalesce(length(found_text) >= 32, false);
+          detail := case when ok then 'in Vault' when found_text is null then 'not in Vault'
+            else 'in Vault, but shorter than 32 characters' end;
+          todo := 'Run select vault.create_secret(''<CRON_SECRET of the functions>'', ''cron_secret''), '
+            'or vault.update_secret where it exists.';
+        when 'tick' then
+          select c.* into ok, detail, todo from private.check_tick() c;
+        when 'worker' then
+          select c.* into ok, detail, todo from private.check_worker() c;
+        when 'ready jobs' then
+          select * into ready from private.ready_jobs(10000);
+          -- The tick has poked for it twice by then.
+          ok := coalesce(ready.oldest > clock_timestamp() - interval '30 seconds', true);
+          detail := case when ready.total = 0 then 'none' else format('%s%s, the oldest due since %s',
+            ready.total, case when ready.total = 10000 then '+' end, date_trunc('second', ready.oldest)) end;
+          todo := 'Mend the items above. '
+            'If all hold, read the log of job-worker: it fails, or has more work than it can do.';
+        when 'leases' then
+          -- Of jobs whose worker is gone, and which the tick should have taken back.
+          select min(j.lease_expires_at) into found_at from public.jobs j where j.status = 'running';
+          ok := coalesce(found_at > clock_timestamp() - interval '30 seconds', true);
+          detail := case when ok then 'none has run out'
+            else format('one has run out at %s', date_trunc('second', found_at)) end;
+          todo := 'The tick takes such jobs back: mend it. '
+            'If it holds, somebody keeps the job''s row locked: look in pg_stat_activity.';
+        when 'kinds' then
+          -- Of jobs that died within the last day because no worker knew their kind: see declare_job_kinds.
+          select string_agg(distinct d.kind, ', ') into found_text from (
+            select j.kind from public.jobs j
+            where j.status = 'dead' and j.last_error like 'unknown_kind:%'
+              and j.finished_at > (select clock_timestamp()) - interval '1 day'
+            limit 10000
+          ) d;
+          ok := found_text is null;
+          detail := coalesce('unknown to the worker that had them: ' || left(found_text, 300), 'none is unknown');
+          todo := 'Deploy the functions that know them: the first worker that does puts those jobs back. '
+            'If the kind is a slip, delete them.';
+        when 'purge' then
+          -- Jobs that it should have deleted an hour ago.
+          select string_agg(format('%s (%s)', k.kind, s.status), ', ') into found_text
+          from private.known_kinds() k(kind) cross join lateral private.keep_since(k.kind) s
+          cross join lateral (
+            select from public.jobs j
+            where j.kind = k.kind and j.status = s.status and j.finished_at < s.since - interval '1 hour' limit 1
+          ) j;
+          ok := found_text is null;
+          detail := coalesce('should be deleted since an hour or more: ' || left(found_text, 300), 'none is late');
+          todo := 'The tick deletes 10,000 every ten seconds; what stops it is a warning in the log of Postgres.'
+            || coalesce(' Jobs that these refer to stay, for want of on delete cascade or set null: ' || (
+              select string_agg(c.conrelid::regclass::text, ', ') from pg_catalog.pg_constraint c
+              where c.confrelid = 'public.jobs'::regclass and c.confdeltype in ('a', 'r')
+            ) || '.', '');
       end case;
     exception when others then
       ok := null;
       detail := 'cannot be looked at: ' || sqlerrm;
       todo := 'Ask again. If it stays so, mend what the message names.';
     end;
+    todo := case when ok then null else todo end;
     return next;
   end loop;
 end $$;
