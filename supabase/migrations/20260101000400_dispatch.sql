@@ -412,15 +412,6 @@ declare
   tried boolean := false;
   not_tried text;
 begin
-  if to_regclass('net._http_response') is null then
-    detail := 'not known: pg_net is not installed'; todo := 'Mend the items above.';
-    return;
-  end if;
-  if pg_is_in_recovery() then
-    detail := 'not known on a replica'; todo := 'Ask the primary.';
-    return;
-  end if;
-
   -- The last poke of each sort that tells something: that has its answer, or must have lost it. That a worker accepts
   -- pokes says less than what the last try found.
   select a.* into answer from (
