@@ -183,8 +183,9 @@ begin
   ), ended as materialized (
     select f.*, coalesce(r.status, 'dead') as status from unnest(failed) f left join requeued r on r.id = f.id
   ), recorded as (
-    insert into public.job_failures (job_id, kind, attempt, lease_token, worker, error, retry_at)
-    select n.id, n.kind, n.attempt, n.lease_token, n.worker, n.error, case when n.status in ('pending', 'running') then n.retry_at end
+    insert into public.job_failures (job_id, kind, attempt, lease_token, worker, error, retry_at, unreported)
+    select n.id, n.kind, n.attempt, n.lease_token, n.worker, n.error,
+      case when n.status in ('pending', 'running') then n.retry_at end, n.error like 'lease expired: worker %'
     from ended n
     on conflict do nothing
   )
@@ -244,19 +245,6 @@ set enable_nestloop = off set enable_mergejoin = off set enable_seqscan = off se
   returning j.id
 $$;
 
--- Attempts that ended with their lease. The worker is gone, so the next one reports them. Unlogged: after a crash of the
--- server they are in job_failures alone.
-create unlogged table private.lost_attempts (
-  job_id uuid not null,
-  kind text not null,
-  attempt int not null,
-  error text not null,
-  lost_at timestamptz not null default clock_timestamp()
-);
-alter table private.lost_attempts enable row level security;
-revoke all on private.lost_attempts from public, anon, authenticated, service_role;
-grant select, insert, update, delete on private.lost_attempts to service_role;
-
 -- Ends the attempts whose lease has run out, at most `max_jobs` of them, as failed: the worker is gone or stuck. They are
 -- available again at once, since the lost lease was the wait, or dead when that was the last attempt. Returns how many.
 -- The lock reads each row anew, so a job that has just been completed is left alone.
@@ -264,36 +252,32 @@ create function public.rescue_expired_jobs(max_jobs int default 1000) returns in
 language sql set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set jit = off as $$
   with expired as (
-    select j.id, j.kind, j.attempts, j.lease_token, format(
+    select j.id, j.lease_token, format(
       'lease expired: worker %s neither finished the job nor extended its lease by %s', j.locked_by, j.lease_expires_at
-    ) as error,
-    exists (select from public.job_failures x where x.job_id = j.id and x.lease_token = j.lease_token) as reported
+    ) as error
     from public.jobs j where j.status = 'running' and j.lease_expires_at < (select clock_timestamp())
     order by j.lease_expires_at limit greatest(1, least(rescue_expired_jobs.max_jobs, 10000))
     for no key update skip locked
-  ), failed as (
-    select f.id from public.fail_jobs((
-      select coalesce(jsonb_agg(jsonb_build_object(
-        'id', e.id, 'lease_token', e.lease_token, 'error', e.error, 'retry_in', 0
-      )), '[]') from expired e
-    )) f
-  ), noted as (
-    insert into private.lost_attempts (job_id, kind, attempt, error)
-    select e.id, e.kind, e.attempts, e.error from expired e join failed f on f.id = e.id where not e.reported
   )
-  select count(*)::int from failed
+  select count(*)::int from public.fail_jobs((
+    select coalesce(jsonb_agg(jsonb_build_object(
+      'id', e.id, 'lease_token', e.lease_token, 'error', e.error, 'retry_in', 0
+    )), '[]') from expired e
+  ))
 $$;
 
--- Hands over up to `max_attempts` of the attempts that ended with their lease, each to one caller.
+-- Hands over up to `max_attempts` attempts of the last day that ended with their lease, each to one caller: the worker is gone,
+-- so the next one reports them.
 create function public.take_lost_attempts(max_attempts int default 100)
 returns table (job_id uuid, kind text, attempt int, error text)
 language sql set search_path = pg_catalog, pg_temp as $$
-  delete from private.lost_attempts l
-  where l.ctid = any (array(
-    select t.ctid from private.lost_attempts t
-    order by t.lost_at limit greatest(1, least(take_lost_attempts.max_attempts, 1000)) for update skip locked
+  update public.job_failures f set unreported = false
+  where f.ctid = any (array(
+    select u.ctid from public.job_failures u
+    where u.unreported and u.failed_at > (select clock_timestamp()) - interval '1 day'
+    order by u.failed_at limit greatest(1, least(take_lost_attempts.max_attempts, 1000)) for no key update skip locked
   ))
-  returning l.job_id, l.kind, l.attempt, l.error
+  returning f.job_id, f.kind, f.attempt, f.error
 $$;
 
 revoke all on function private.requeue_jobs, public.complete_jobs, public.complete_job, public.fail_jobs, public.fail_job, public.release_jobs,

@@ -265,7 +265,6 @@ begin
   begin
     perform private.worker_endpoint();
     delete from private.awake_workers w where w.awake_until < clock_timestamp() - interval '1 minute';
-    delete from private.lost_attempts l where l.lost_at < clock_timestamp() - interval '1 day';
     delete from private.pokes p where p.poked_at < clock_timestamp() - interval '6 hours';
     select * into ready from private.ready_jobs(500);
     wanted := ceil(ready.total / 100.0);

@@ -148,6 +148,7 @@ Deno.test("a failed attempt leaves a row that says what, when, by whom and what 
     worker: "w",
     error: "boom",
     retry_at: row.available_at,
+    unreported: false,
   });
   assert.ok(failed_at < row.available_at);
   await db.sql`delete from jobs where id = ${id}`;

@@ -37,7 +37,7 @@ async function reset(sql: postgres.Sql): Promise<void> {
     select pg_terminate_backend(pid) from pg_stat_activity
     where datname = current_database() and usename = 'postgres' and pid <> pg_backend_pid() and xact_start is not null;
     truncate public.jobs, public.job_failures, public.job_kinds, private.turns, private.starts, private.low_water, private.awake_workers, private.pokes,
-      private.lost_attempts, net.http_request_queue, net._http_response;
+      net.http_request_queue, net._http_response;
     insert into private.turns values ('');
     delete from vault.secrets where true;
     delete from cron.job_run_details where true;

@@ -1,13 +1,5 @@
 import assert from "node:assert/strict";
-import {
-  enqueueAndClaim,
-  expireLeases,
-  job,
-  only,
-  openTransaction,
-  setUpDispatch,
-  sharedDatabase,
-} from "./queue.ts";
+import { enqueueAndClaim, expireLeases, job, only, openTransaction, sharedDatabase } from "./queue.ts";
 
 const db = sharedDatabase();
 
@@ -51,10 +43,8 @@ Deno.test("each is given to one of several who ask at once, the oldest first, at
   assert.deepEqual(taken, [ids.slice(0, 2), ids.slice(2, 4), ids.slice(4)]);
 });
 
-Deno.test("what nobody takes for a day the tick throws away", async () => {
-  await setUpDispatch(db);
+Deno.test("what nobody takes for a day is handed over no more", async () => {
   await loseOne();
-  await db.sql`update private.lost_attempts set lost_at = lost_at - interval '25 hours' where true`;
-  await db.sql`select private.tick()`;
+  await db.sql`update job_failures set failed_at = failed_at - interval '25 hours' where true`;
   assert.deepEqual(await take(), []);
 });
