@@ -24,49 +24,45 @@ revoke all on function private.refuse_payload from public, anon, authenticated, 
 create trigger refuse_payload before insert on public.jobs
   for each row when (octet_length(new.payload::text) > 4000000) execute function private.refuse_payload();
 
--- An entry of a batch, as it is given; and a job that is about to be inserted.
-create type private.given_job as (
+-- A job to be enqueued, as it is given; once it has been checked, without a delay.
+create type private.new_job as (
   kind text, payload jsonb, delay interval, available_at timestamptz, priority int, max_attempts int, dedupe_key text,
   dedupe text, concurrency_key text, context jsonb
 );
-create type private.new_job as (
-  kind text, payload jsonb, available_at timestamptz, priority int, max_attempts int, dedupe_key text, dedupe text,
-  concurrency_key text, context jsonb
-);
 
--- Raises 22023 saying what of a job is not usable.
-create function private.check_job(
-  kind text, payload jsonb, delay interval, available_at timestamptz, priority int, max_attempts int,
-  dedupe_key text, dedupe text, concurrency_key text
-) returns void
+-- Raises 22023 saying what of a job is not usable; else gives it back with its time.
+create function private.check_job(inout job private.new_job)
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   wrong text;
   hint text := '';
 begin
-  if check_job.kind is null or check_job.kind !~ '^[a-z][a-z0-9_]{0,62}$' then
-    wrong := format('kind %s is not a kind''s name', coalesce(quote_literal(left(check_job.kind, 80)), 'null'));
+  if job.kind is null or job.kind !~ '^[a-z][a-z0-9_]{0,62}$' then
+    wrong := format('kind %s is not a kind''s name', coalesce(quote_literal(left(job.kind, 80)), 'null'));
     hint := 'Use lower case letters, digits and _, starting with a letter, at most 63 characters.';
-  elsif check_job.payload is null then
+  elsif job.payload is null then
     wrong := 'payload is null'; hint := 'Leave it out for {}.';
-  elsif check_job.delay is not null and check_job.available_at is not null then
+  elsif job.delay is not null and job.available_at is not null then
     wrong := 'both delay and available_at are given'; hint := 'Give one of them.';
-  elsif check_job.delay not between interval '0' and interval '10 years' then
-    wrong := format('delay %s is not between 0 and 10 years', check_job.delay);
-  elsif not isfinite(check_job.available_at) then
-    wrong := format('available_at is %s', check_job.available_at); hint := 'Give a time.';
-  elsif check_job.priority is null or check_job.priority not between -100 and 100 then
-    wrong := format('priority %s is not between -100 and 100', coalesce(check_job.priority::text, 'null'));
-  elsif check_job.max_attempts not between 1 and 1000 then
-    wrong := format('max_attempts %s is not between 1 and 1000', check_job.max_attempts);
-  elsif length(check_job.dedupe_key) not between 1 and 512 then
-    wrong := format('dedupe_key has %s characters, not 1 to 512', length(check_job.dedupe_key));
-  elsif check_job.dedupe is null or check_job.dedupe not in ('active', 'waiting', 'replace', 'once') then
-    wrong := format('dedupe %s is not active, waiting, replace or once', coalesce(quote_literal(left(check_job.dedupe, 80)), 'null'));
-  elsif length(check_job.concurrency_key) not between 1 and 512 then
-    wrong := format('concurrency_key has %s characters, not 1 to 512', length(check_job.concurrency_key));
+  elsif job.delay not between interval '0' and interval '10 years' then
+    wrong := format('delay %s is not between 0 and 10 years', job.delay);
+  elsif not isfinite(job.available_at) then
+    wrong := format('available_at is %s', job.available_at); hint := 'Give a time.';
+  elsif job.priority is null or job.priority not between -100 and 100 then
+    wrong := format('priority %s is not between -100 and 100', coalesce(job.priority::text, 'null'));
+  elsif job.max_attempts not between 1 and 1000 then
+    wrong := format('max_attempts %s is not between 1 and 1000', job.max_attempts);
+  elsif length(job.dedupe_key) not between 1 and 512 then
+    wrong := format('dedupe_key has %s characters, not 1 to 512', length(job.dedupe_key));
+  elsif job.dedupe is null or job.dedupe not in ('active', 'waiting', 'replace', 'once') then
+    wrong := format('dedupe %s is not active, waiting, replace or once', coalesce(quote_literal(left(job.dedupe, 80)), 'null'));
+  elsif length(job.concurrency_key) not between 1 and 512 then
+    wrong := format('concurrency_key has %s characters, not 1 to 512', length(job.concurrency_key));
   end if;
   if wrong is not null then raise exception 'enqueue_job: %', wrong using errcode = '22023', hint = hint; end if;
+  -- A time in the past would overtake the jobs that already wait.
+  job.available_at := greatest(job.available_at, clock_timestamp() + coalesce(job.delay, interval '0'));
+  job.delay := null;
 end $$;
 
 -- An id as jobs.id has by default, for who must know it before the insert.
@@ -85,8 +81,8 @@ begin
   for attempt in 1 .. 100 loop
     insert into public.jobs
       (id, kind, payload, available_at, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context)
-    values (new_id, (new).kind, (new).payload, (new).available_at, (new).priority, (new).max_attempts, (new).dedupe_key,
-      (new).dedupe, (new).concurrency_key, (new).context)
+    values (new_id, new.kind, new.payload, new.available_at, new.priority, new.max_attempts, new.dedupe_key, new.dedupe,
+      new.concurrency_key, new.context)
     on conflict do nothing
     returning jobs.id into id;
     created := id is not null;
@@ -140,20 +136,14 @@ create function public.enqueue_job(
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 #variable_conflict use_variable
 declare
+  job constant private.new_job := private.check_job(row(
+    kind, payload, delay, available_at, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context
+  ));
   new_id uuid;
-  -- A time in the past would overtake the jobs that already wait.
-  due constant timestamptz := greatest(available_at, clock_timestamp() + coalesce(delay, interval '0'));
 begin
-  perform private.check_job(
-    kind, payload, delay, available_at, priority, max_attempts, dedupe_key, dedupe, concurrency_key
-  );
-  if dedupe_key is not null then
-    return (private.enqueue_deduped(row(
-      kind, payload, due, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context
-    )::private.new_job, private.new_job_id())).id;
-  end if;
+  if dedupe_key is not null then return (private.enqueue_deduped(job, private.new_job_id())).id; end if;
   insert into public.jobs (kind, payload, available_at, priority, max_attempts, concurrency_key, context)
-  values (kind, payload, due, priority, max_attempts, concurrency_key, context)
+  values (kind, payload, job.available_at, priority, max_attempts, concurrency_key, context)
   returning id into new_id;
   return new_id;
 end $$;
@@ -167,11 +157,12 @@ language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   fields constant text[] := array['kind', 'payload', 'delay', 'available_at', 'priority', 'max_attempts', 'dedupe_key',
     'dedupe', 'concurrency_key', 'context'];
-  given private.new_job[];
+  given private.new_job[] := '{}';
   ids uuid[];
   were_created boolean[];
   entry record;
-  job record;
+  job private.new_job;
+  made record;
   hint text;
 begin
   if jsonb_typeof(enqueue_jobs.jobs) is distinct from 'array' then
@@ -180,72 +171,53 @@ begin
   end if;
 
   begin
-    given := array(
-      select row(
-        r.kind, coalesce(r.payload, '{}'), greatest(r.available_at, clock_timestamp() + coalesce(r.delay, interval '0')),
-        coalesce(r.priority, 0), r.max_attempts, r.dedupe_key, coalesce(r.dedupe, 'active'), r.concurrency_key, r.context
-      )::private.new_job
-      from jsonb_array_elements(enqueue_jobs.jobs) with ordinality e(value, n)
-      cross join lateral jsonb_populate_record(null::private.given_job, e.value) r
-      order by e.n
-    );
-    -- What the table does not refuse by itself.
-    if exists (
-      select from jsonb_array_elements(enqueue_jobs.jobs) e
-      where e - fields <> '{}'
-        or (e ->> 'delay' is not null and e ->> 'available_at' is not null)
-        or (e ->> 'delay')::interval not between interval '0' and interval '10 years'
-        or not isfinite((e ->> 'available_at')::timestamptz)
-    ) then raise data_exception; end if;
-
-    ids := array(select private.new_job_id() from generate_series(1, cardinality(given)));
-    were_created := array_fill(true, array[cardinality(ids)]);
-    insert into public.jobs
-      (id, kind, payload, available_at, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context)
-    select i.id, (given[i.n]).* from unnest(ids) with ordinality i(id, n)
-    where (given[i.n]).dedupe_key is null order by i.n;
-    -- Keys are taken one by one in their order, or two batches could wait for each other; and on one key the stronger lock
-    -- first. Of what comes again on one key only the last replacement is made: each writes the row anew.
-    for entry in
-      select i.n, i.id, given[i.n] as new,
-        row_number() over same > 1 and ((given[i.n]).dedupe <> 'replace' or lead((given[i.n]).dedupe) over same = 'replace') as again
-      from unnest(ids) with ordinality i(id, n) where (given[i.n]).dedupe_key is not null
-      window same as (partition by (given[i.n]).kind, (given[i.n]).dedupe_key order by (given[i.n]).dedupe <> 'replace', i.n)
-      order by (given[i.n]).kind, (given[i.n]).dedupe_key, (given[i.n]).dedupe <> 'replace', i.n
-    loop
-      if entry.again then job.created := false; else
-        select d.id, d.created into job from private.enqueue_deduped(entry.new, entry.id) d;
-      end if;
-      ids[entry.n] := job.id;
-      were_created[entry.n] := job.created;
-    end loop;
-  exception when data_exception or integrity_constraint_violation then
     for entry in select e.value, e.n - 1 as n from jsonb_array_elements(enqueue_jobs.jobs) with ordinality e(value, n) loop
-      begin
-        if jsonb_typeof(entry.value) <> 'object' then
-          raise exception 'it is %, not an object', jsonb_typeof(entry.value) using errcode = '22023';
-        end if;
-        select r.* into job from jsonb_populate_record(null::private.given_job, entry.value) r;
-        if entry.value - fields <> '{}' then
-          raise exception 'it has no field %', (select quote_literal(left(k, 80)) from jsonb_object_keys(entry.value - fields) k limit 1)
-            using errcode = '22023', hint = 'There are ' || array_to_string(fields, ', ') || '.';
-        end if;
-        if octet_length(job.payload::text) > 4000000 then
-          raise exception 'the payload has % bytes of JSON, more than 4000000', octet_length(job.payload::text)
-            using errcode = '22023', hint = 'Keep it in Storage or in a table of yours, and enqueue where it is.';
-        end if;
-        perform private.check_job(
-          job.kind, coalesce(job.payload, '{}'), job.delay, job.available_at, coalesce(job.priority, 0), job.max_attempts,
-          job.dedupe_key, coalesce(job.dedupe, 'active'), job.concurrency_key
-        );
-      exception when data_exception then
-        get stacked diagnostics hint = pg_exception_hint;
-        raise exception 'enqueue_jobs: entry %: %', entry.n, replace(sqlerrm, 'enqueue_job: ', '')
-          using errcode = '22023', hint = hint;
-      end;
+      if jsonb_typeof(entry.value) <> 'object' then
+        raise exception 'it is %, not an object', jsonb_typeof(entry.value) using errcode = '22023';
+      end if;
+      if entry.value - fields <> '{}' then
+        raise exception 'it has no field %', (
+          select quote_literal(left(k, 80)) from jsonb_object_keys(entry.value - fields) k limit 1
+        ) using errcode = '22023', hint = 'There are ' || array_to_string(fields, ', ') || '.';
+      end if;
+      job := jsonb_populate_record(null::private.new_job, entry.value);
+      job.payload := coalesce(job.payload, '{}');
+      job.priority := coalesce(job.priority, 0);
+      job.dedupe := coalesce(job.dedupe, 'active');
+      if octet_length(job.payload::text) > 4000000 then
+        raise exception 'the payload has % bytes of JSON, more than 4000000', octet_length(job.payload::text)
+          using errcode = '22023', hint = 'Keep it in Storage or in a table of yours, and enqueue where it is.';
+      end if;
+      given := given || private.check_job(job);
     end loop;
-    raise;
+  exception when data_exception then
+    get stacked diagnostics hint = pg_exception_hint;
+    raise exception 'enqueue_jobs: entry %: %', entry.n, replace(sqlerrm, 'enqueue_job: ', '')
+      using errcode = '22023', hint = hint;
   end;
+
+  ids := array(select private.new_job_id() from generate_series(1, cardinality(given)));
+  were_created := array_fill(true, array[cardinality(ids)]);
+  insert into public.jobs (id, kind, payload, available_at, priority, max_attempts, concurrency_key, context)
+  select ids[g.n], g.kind, g.payload, g.available_at, g.priority, g.max_attempts, g.concurrency_key, g.context
+  from unnest(given) with ordinality
+    g(kind, payload, delay, available_at, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context, n)
+  where g.dedupe_key is null order by g.n;
+  -- Keys are taken one by one in their order, or two batches could wait for each other; and on one key the stronger lock
+  -- first. Of what comes again on one key only the last replacement is made: each writes the row anew.
+  for entry in
+    select n, row_number() over same > 1
+      and ((given[n]).dedupe <> 'replace' or lead((given[n]).dedupe) over same = 'replace') as again
+    from generate_series(1, cardinality(given)) n where (given[n]).dedupe_key is not null
+    window same as (partition by (given[n]).kind, (given[n]).dedupe_key order by (given[n]).dedupe <> 'replace', n)
+    order by (given[n]).kind, (given[n]).dedupe_key, (given[n]).dedupe <> 'replace', n
+  loop
+    if entry.again then made.created := false; else
+      select d.id, d.created into made from private.enqueue_deduped(given[entry.n], ids[entry.n]) d;
+    end if;
+    ids[entry.n] := made.id;
+    were_created[entry.n] := made.created;
+  end loop;
   return query select u.id, u.created from unnest(ids, were_created) with ordinality as u(id, created, n) order by u.n;
 end $$;
 
