@@ -21,13 +21,13 @@ export function requireDatabase(): void {
 }
 
 /**
- * Calls a SQL function through REST as the service role, and gives back its answer as JSON has it. Throws JobError with
- * the database's SQLSTATE, message and hint, or `unreachable` when there was no answer within ten seconds: the call may
+ * Calls a SQL function through REST as the service role, with the names of its arguments in camelCase, and gives back its
+ * answer as JSON has it. Throws JobError with the database's SQLSTATE, message and hint, or `unreachable` when there was no answer within ten seconds: the call may
  * or may not have taken effect.
  */
 export async function callDatabase(name: string, args: Record<string, unknown>): Promise<unknown> {
   const controller = new AbortController();
-  const call = serviceClient().rpc(name, args).abortSignal(controller.signal);
+  const call = serviceClient().rpc(name, inSnakeCase(args)).abortSignal(controller.signal);
   const cancelTimeout = after(10_000, () => controller.abort(new Error("no answer within 10 s")));
   const { data, error, status } = await call;
   cancelTimeout();
@@ -50,6 +50,17 @@ export async function callDatabase(name: string, args: Record<string, unknown>):
   }
   return data;
 }
+
+/** An object with its keys as SQL has them; what its values hold stays as it is. */
+export const inSnakeCase = (object: object): Record<string, unknown> =>
+  renamed(object, (key) => key.replaceAll(/[A-Z]/g, (letter) => `_${letter.toLowerCase()}`));
+
+/** A row with its keys as TypeScript has them. */
+export const inCamelCase = (row: object): Record<string, unknown> =>
+  renamed(row, (key) => key.replaceAll(/_./g, ([, letter = ""]) => letter.toUpperCase()));
+
+const renamed = (object: object, rename: (key: string) => string) =>
+  Object.fromEntries(Object.entries(object).map(([key, value]) => [rename(key), value]));
 
 /** An environment variable that must be there. Throws JobError `not_configured` naming it. */
 export function requiredEnv(name: string): string {

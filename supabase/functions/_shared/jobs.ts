@@ -1,7 +1,7 @@
 import { z } from "zod";
 import { kinds } from "../_app/kinds.ts";
 import { type App, describeIssue } from "./attempt.ts";
-import { callDatabase } from "./database.ts";
+import { callDatabase, inSnakeCase } from "./database.ts";
 import { errorText, JobError } from "./errors.ts";
 import type { Handler, HandlersOf } from "./kinds.ts";
 import { wakeWorker, work, type WorkOptions, type WorkReport } from "./worker.ts";
@@ -96,19 +96,15 @@ async function toArguments(where: string, kind: Kind, payload: unknown, options:
   }
   assertJson(payload, `${where}: payload of ${kind}`);
   assertJson(options.context, `${where}: context`);
-  return {
+  // As given, not as parsed: the worker parses it again, and a schema that transforms would do so twice.
+  const { delay, availableAt } = options;
+  return inSnakeCase({
+    ...options,
     kind,
-    // As given, not as parsed: the worker parses it again, and a schema that transforms would do so twice.
     payload,
-    delay: options.delay === undefined ? undefined : `${options.delay} seconds`,
-    available_at: options.availableAt?.toISOString(),
-    priority: options.priority,
-    max_attempts: options.maxAttempts,
-    dedupe_key: options.dedupeKey,
-    dedupe: options.dedupe,
-    concurrency_key: options.concurrencyKey,
-    context: options.context,
-  };
+    delay: delay === undefined ? undefined : `${delay} seconds`,
+    availableAt: availableAt?.toISOString(),
+  });
 }
 
 /** Throws JobError `invalid_payload` for what JSON cannot hold: on its way it would be changed, or look like a lost connection. */

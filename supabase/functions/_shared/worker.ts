@@ -287,7 +287,9 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
 /** Says of attempts whose worker was lost that they have failed, since that worker cannot. */
 async function reportLostAttempts(): Promise<void> {
   try {
-    for (const lost of await takeLostAttempts()) log("error", "attempt_failed", lost);
+    for (const { jobId: id, ...lost } of await takeLostAttempts()) {
+      log("error", "attempt_failed", { id, ...lost });
+    }
   } catch (error) {
     log("error", "take_lost_attempts_failed", { error: errorText(error) }, error);
   }
