@@ -1,7 +1,7 @@
 import { cannotStore, type Held, type Outcome } from "./attempt.ts";
 import { errorText, JobError } from "./errors.ts";
 import { log } from "./log.ts";
-import { type ClaimedJob, completeJobs, failJobs, type Failure, releaseJobs } from "./queue.ts";
+import { completeJobs, failJobs, type Failure, type Lease, releaseJobs } from "./queue.ts";
 
 /**
  * `lost`: the lease was, so what the handler did was refused. `cancelled`: superseded by a newer job. `released`: given back,
@@ -16,16 +16,13 @@ export interface Settled {
   status: Exclude<JobStatus, "released">;
 }
 
-interface Completion {
+/** An attempt that has ended, and what a settle call is to be told of it. */
+interface Ended<Told> {
   entry: Held;
-  result: unknown;
+  told: Told;
 }
 
-interface Failing {
-  entry: Held;
-  failed: Omit<Failure, "id" | "leaseToken">;
-  thrown?: unknown;
-}
+type Answer = Map<string, JobStatus>;
 
 /** A batch that takes longer than this no longer holds up the next. */
 const PATIENCE_MS = 1_000;
@@ -52,16 +49,30 @@ export function createSettler(held: Set<Held>, results: Settled[], onSettled = (
     while (waiting.length > 0) {
       const batch = waiting;
       waiting = [];
-      const completions: Completion[] = [];
-      const failures: Failing[] = [];
-      const releases: { entry: Held; delay?: number }[] = [];
+      const completions: Ended<Lease & { result: unknown }>[] = [];
+      const failures: Ended<Failure>[] = [];
+      const releases: Ended<Lease & { delay?: number }>[] = [];
       for (const { entry, outcome } of batch) {
-        if ("completed" in outcome) completions.push({ entry, result: outcome.completed });
-        else if ("failed" in outcome) failures.push({ entry, ...outcome });
-        else if (outcome.stopped === "released") releases.push({ entry, delay: outcome.delay });
-        else settled(entry, "lost");
+        const lease = leaseOf(entry);
+        if ("completed" in outcome) {
+          completions.push({ entry, told: { ...lease, result: outcome.completed } });
+        } else if ("failed" in outcome) failures.push(failed(entry, outcome.failed, outcome.thrown));
+        else if (outcome.stopped === "released") {
+          releases.push({ entry, told: { ...lease, delay: outcome.delay } });
+        } else settled(entry, "lost");
       }
-      const calls = Promise.all([complete(completions), fail(failures), release(releases)]);
+      const calls = Promise.all([
+        call(
+          completions,
+          async (told) => all("succeeded", await completeJobs(told)),
+          async (entry, error) => {
+            if (isAboutWhatWasSent(error)) await call([failed(entry, cannotStore(error))], fail);
+            else settled(entry, "lost");
+          },
+        ),
+        call(failures, fail),
+        call(releases, async (told) => all("released", await releaseJobs(told))),
+      ]);
       settling.add(calls);
       calls.finally(() => settling.delete(calls));
       await Promise.race([calls, sleep(PATIENCE_MS)]);
@@ -70,75 +81,34 @@ export function createSettler(held: Set<Held>, results: Settled[], onSettled = (
     flushing = undefined;
   }
 
-  function complete(batch: Completion[]): Promise<void> {
-    return call(
-      batch,
-      (some) => completeJobs(some.map(({ entry: { job }, result }) => ({ ...leaseOf(job), result }))),
-      (ids) => (id) => ids.includes(id) ? "succeeded" : "lost",
-      ({ entry }, error) =>
-        isAboutWhatWasSent(error) ? fail([{ entry, failed: cannotStore(error) }]) : settled(entry, "lost"),
-    );
-  }
-
-  function fail(batch: Failing[]): Promise<void> {
-    for (const { entry: { job }, failed, thrown } of batch) {
-      log("error", "attempt_failed", {
-        id: job.id,
-        kind: job.kind,
-        attempt: job.attempts,
-        error: failed.error,
-      }, thrown);
-    }
-    return call(
-      batch,
-      (some) => failJobs(some.map(({ entry: { job }, failed }) => ({ ...failed, ...leaseOf(job) }))),
-      (rows) => (id) => rows.find((row) => row.id === id)?.status ?? "lost",
-      ({ entry }) => settled(entry, "lost"),
-    );
-  }
-
-  function release(batch: { entry: Held; delay?: number }[]): Promise<void> {
-    return call(
-      batch,
-      (some) => releaseJobs(some.map(({ entry: { job }, delay }) => ({ ...leaseOf(job), delay }))),
-      (ids) => (id) => ids.includes(id) ? "released" : "lost",
-      ({ entry }) => settled(entry, "lost"),
-    );
-  }
-
   /**
    * Makes one settle call for a batch. When it is refused for what is in it, or for a row that somebody keeps locked, the
    * batch is halved, so that one job holds up no other; when it fails otherwise, it is repeated: the token makes that safe.
    */
-  async function call<E extends { entry: Held }, T>(
-    batch: E[],
-    send: (batch: E[]) => Promise<T>,
-    read: (answer: T) => (id: string) => JobStatus,
-    giveUp: (one: E, error: unknown) => Promise<void> | void,
+  async function call<Told>(
+    batch: Ended<Told>[],
+    send: (told: Told[]) => Promise<Answer>,
+    giveUp: (entry: Held, error: unknown) => Promise<void> | void = (entry) => settled(entry, "lost"),
   ): Promise<void> {
     if (batch.length === 0) return;
     for (let delayMs = 100;; delayMs = Math.min(delayMs * 2, 5_000)) {
       try {
-        const status = read(await send(batch));
-        for (const { entry } of batch) settled(entry, status(entry.job.id), delayMs > 100);
+        const answer = await send(batch.map(({ told }) => told));
+        for (const { entry } of batch) settled(entry, answer.get(entry.job.id) ?? "lost", delayMs > 100);
         return;
       } catch (error) {
         if (batch.length > 1 && (isAboutWhatWasSent(error) || isBlocked(error))) {
-          await Promise.all(halves(batch).map((half) => call(half, send, read, giveUp)));
+          await Promise.all(halves(batch).map((half) => call(half, send, giveUp)));
           return;
         }
-        if (isAboutWhatWasSent(error) || batch.every(({ entry }) => performance.now() >= entry.leaseEndsAt)) {
-          log("error", "settle_given_up", {
-            ids: batch.map(({ entry }) => entry.job.id),
-            error: errorText(error),
-          }, error);
-          for (const one of batch) await giveUp(one, error);
+        const isOver = isAboutWhatWasSent(error) ||
+          batch.every(({ entry }) => performance.now() >= entry.leaseEndsAt);
+        const ids = batch.map(({ entry }) => entry.job.id);
+        log("error", isOver ? "settle_given_up" : "settle_repeated", { ids, error: errorText(error) }, error);
+        if (isOver) {
+          for (const { entry } of batch) await giveUp(entry, error);
           return;
         }
-        log("error", "settle_repeated", {
-          ids: batch.map(({ entry }) => entry.job.id),
-          error: errorText(error),
-        }, error);
         await sleep(delayMs);
       }
     }
@@ -147,12 +117,25 @@ export function createSettler(held: Set<Held>, results: Settled[], onSettled = (
   /** `repeated`: an earlier call may have settled it already, and only its answer was lost. */
   function settled(entry: Held, status: JobStatus, repeated = false): void {
     if (held.delete(entry)) onSettled();
-    if (status !== "released") results.push({ id: entry.job.id, kind: entry.job.kind, status });
+    const { id, kind, attempts: attempt } = entry.job;
+    if (status !== "released") results.push({ id, kind, status });
     if (status === "lost") {
-      const { id, kind, attempts: attempt } = entry.job;
       log("error", repeated ? "settled_before_or_lease_lost" : "lease_lost", { id, kind, attempt });
     }
   }
+}
+
+const leaseOf = ({ job: { id, leaseToken } }: Held): Lease => ({ id, leaseToken });
+
+const all = (status: JobStatus, ids: string[]): Answer => new Map(ids.map((id) => [id, status]));
+
+const fail = async (told: Failure[]): Promise<Answer> =>
+  new Map((await failJobs(told)).map(({ id, status }) => [id, status]));
+
+function failed(entry: Held, failure: Omit<Failure, keyof Lease>, thrown?: unknown): Ended<Failure> {
+  const { id, kind, attempts: attempt } = entry.job;
+  log("error", "attempt_failed", { id, kind, attempt, error: failure.error }, thrown);
+  return { entry, told: { ...failure, ...leaseOf(entry) } };
 }
 
 /** Somebody keeps a row locked: the call ran into a lock timeout or a statement timeout. */
@@ -170,7 +153,5 @@ export function halves<T>(list: T[]): [T[], T[]] {
 function isAboutWhatWasSent(error: unknown): boolean {
   return error instanceof JobError && /^(22|23|54|too_large)/.test(error.code);
 }
-
-const leaseOf = ({ id, leaseToken }: ClaimedJob) => ({ id, leaseToken });
 
 export const sleep = (ms: number) => new Promise<void>((resolve) => setTimeout(resolve, ms));
