@@ -1,3 +1,4 @@
+import { createHash, timingSafeEqual } from "node:crypto";
 import { log } from "./log.ts";
 
 const MAX_BODY_BYTES = 64 * 1024;
@@ -15,10 +16,9 @@ export function problem(status: number, title: string, detail: string, headers: 
  * secret is unset or shorter than 32 characters. CRON_SECRET may hold two secrets, separated by a comma, while one is
  * being rotated. Compares digests, in constant time.
  */
-export async function refuseWithoutCronSecret(request: Request): Promise<Response | null> {
-  const secrets = (Deno.env.get("CRON_SECRET") ?? "").split(",").map((secret) => secret.trim()).filter(
-    Boolean,
-  );
+export function refuseWithoutCronSecret(request: Request): Response | null {
+  const setting = Deno.env.get("CRON_SECRET") ?? "";
+  const secrets = setting.split(",").map((secret) => secret.trim()).filter(Boolean);
   if (secrets.length === 0 || secrets.some((secret) => secret.length < MIN_SECRET_LENGTH)) {
     log("error", "cron_secret_unusable", {
       todo:
@@ -28,10 +28,8 @@ export async function refuseWithoutCronSecret(request: Request): Promise<Respons
     return notConfigured();
   }
   const given = /^Bearer ([^\s]+)$/i.exec(request.headers.get("Authorization") ?? "")?.[1] ?? "";
-  const digest = await sha256(given);
-  let matches = false;
-  for (const secret of secrets) matches = equal(digest, await sha256(secret)) || matches;
-  return matches
+  const matches = secrets.map((secret) => timingSafeEqual(sha256(given), sha256(secret)));
+  return matches.includes(true)
     ? null
     : problem(401, "Unauthorized", "Send CRON_SECRET as the bearer.", { "WWW-Authenticate": "Bearer" });
 }
@@ -70,12 +68,4 @@ export async function readJson(request: Request): Promise<{ body: unknown } | { 
   }
 }
 
-async function sha256(text: string): Promise<Uint8Array> {
-  return new Uint8Array(await crypto.subtle.digest("SHA-256", new TextEncoder().encode(text)));
-}
-
-function equal(a: Uint8Array, b: Uint8Array): boolean {
-  let difference = a.length ^ b.length;
-  a.forEach((byte, i) => difference |= byte ^ (b[i] ?? 0));
-  return difference === 0;
-}
+const sha256 = (text: string) => createHash("sha256").update(text).digest();

@@ -9,7 +9,7 @@ surviveUncaughtErrors();
 
 /** For any outside scheduler: rescues what expired and runs what is ready, then says what it did. */
 Deno.serve(async (request) => {
-  const refused = refuseOtherMethods(request, "GET", "POST") ?? await refuseWithoutCronSecret(request);
+  const refused = refuseOtherMethods(request, "GET", "POST") ?? refuseWithoutCronSecret(request);
   if (refused) return refused;
   const read = await readJson(request); // nothing in it counts; what is refused is the same as by job-worker
   if ("refused" in read) return read.refused;

@@ -24,7 +24,7 @@ const requestBody = z.strictObject({
 surviveUncaughtErrors();
 
 Deno.serve(async (request) => {
-  const refused = refuseOtherMethods(request, "POST") ?? await refuseWithoutCronSecret(request);
+  const refused = refuseOtherMethods(request, "POST") ?? refuseWithoutCronSecret(request);
   if (refused) return refused;
   const read = await readJson(request);
   if ("refused" in read) return read.refused;
