@@ -45,30 +45,22 @@ export function report(event: string, fields: Record<string, unknown>, thrown: u
 
 async function drain(): Promise<void> {
   try {
-    await sendAll();
+    while (waiting.length > 0) {
+      const batch = waiting.splice(0, BATCH);
+      taken = 0;
+      reason = undefined;
+      batch.forEach(capture);
+      await client?.flush(SEND_MS + 1_000);
+      // Nobody is to wait for a Sentry that takes nothing, or wants none for a while.
+      if (taken === 0) dropped += waiting.splice(0).length;
+      const events = batch.length - taken + dropped;
+      dropped = 0;
+      const error = reason ?? "more than Sentry takes for now";
+      if (events > 0) writeLine("error", "report_failed", { events, error });
+    }
   } finally {
     // Together with the last look: whatever is reported later starts it again.
     draining = undefined;
-  }
-}
-
-async function sendAll(): Promise<void> {
-  while (waiting.length > 0) {
-    const batch = waiting.splice(0, BATCH);
-    taken = 0;
-    reason = undefined;
-    batch.forEach(capture);
-    await client?.flush(SEND_MS + 1_000);
-    // Nobody is to wait for a Sentry that takes nothing, or wants none for a while.
-    if (taken === 0) dropped += waiting.splice(0).length;
-    const lost = batch.length - taken + dropped;
-    dropped = 0;
-    if (lost > 0) {
-      writeLine("error", "report_failed", {
-        events: lost,
-        error: reason ?? "more than Sentry takes for now",
-      });
-    }
   }
 }
 
@@ -102,10 +94,9 @@ function capture({ event, fields: { id, kind, attempt, error, ...extra }, thrown
 function connect(dsn: string) {
   // Looked at here, since the SDK would write it into the log.
   if (!/^https?:\/\/\w+(:\w+)?@[^@\s]+\/\d+$/.test(dsn)) {
-    writeLine("error", "sentry_dsn_unusable", {
-      todo:
-        "SENTRY_DSN is not https://<key>@<host>/<project>: copy it from the project's settings in Sentry.",
-    });
+    const todo =
+      "SENTRY_DSN is not https://<key>@<host>/<project>: copy it from the project's settings in Sentry.";
+    writeLine("error", "sentry_dsn_unusable", { todo });
     return;
   }
   return withScope(() =>
