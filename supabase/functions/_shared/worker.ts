@@ -110,7 +110,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   // One at a time: while somebody keeps a row locked, a heartbeat takes its time.
   let beating: Promise<void> | undefined;
   const heartbeat = setInterval(() => {
-    beating ??= extendLeases(held).finally(() => beating = undefined);
+    beating ??= extendLeases([...held].filter(({ ended }) => !ended)).finally(() => beating = undefined);
   }, HEARTBEAT_MS);
   try {
     const declared = declareJobKinds(app.kinds).then((fresh) => timeouts = fresh);
@@ -119,12 +119,8 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
     } else await declared;
     for (const [kind, timeoutMs] of timeouts ?? []) {
       if (timeoutMs <= lifetimeMs) continue;
-      log("error", "kind_not_claimed", {
-        kind,
-        timeoutMs,
-        lifetimeMs,
-        todo: "Give the kind a shorter timeout.",
-      });
+      const todo = "Give the kind a shorter timeout.";
+      log("error", "kind_not_claimed", { kind, timeoutMs, lifetimeMs, todo });
     }
 
     const reporting = reportLostAttempts();
@@ -229,11 +225,8 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   }
 
   async function start(job: ClaimedJob, calledAt: number): Promise<void> {
-    const entry: Held = {
-      job,
-      controller: new AbortController(),
-      leaseEndsAt: calledAt + LEASE_SECONDS * 1000,
-    };
+    const leaseEndsAt = calledAt + LEASE_SECONDS * 1000;
+    const entry: Held = { job, controller: new AbortController(), leaseEndsAt };
     // Lost, rescued and claimed again by this very pool: the earlier attempt is over.
     for (const earlier of held) if (earlier.job.id === job.id) stop(earlier, "lost");
     held.add(entry);
@@ -295,61 +288,45 @@ async function reportLostAttempts(): Promise<void> {
   }
 }
 
-/** One heartbeat for all leases. A handler whose lease is lost is stopped. */
-async function extendLeases(held: Set<Held>): Promise<void> {
-  await extend([...held].filter((entry) => !entry.ended));
-
-  async function extend(entries: Held[]): Promise<void> {
-    if (entries.length === 0) return;
-    const calledAt = performance.now();
-    try {
-      const still = new Set(await extendJobs(entries.map(({ job }) => job), LEASE_SECONDS));
-      for (const entry of entries) {
-        if (still.has(entry.job.id)) entry.leaseEndsAt = calledAt + LEASE_SECONDS * 1000;
-        else if (held.has(entry)) stop(entry, "lost");
-      }
-    } catch (error) {
-      if (entries.length > 1 && isBlocked(error)) {
-        await Promise.all(halves(entries).map(extend));
-        return;
-      }
-      log(
-        "error",
-        "heartbeat_failed",
-        { ids: entries.map(({ job }) => job.id), error: errorText(error) },
-        error,
-      );
-      for (const entry of entries) {
-        if (performance.now() >= entry.leaseEndsAt) stop(entry, "lost");
-      }
+/** One heartbeat for these leases. A handler whose lease is lost is stopped. */
+async function extendLeases(entries: Held[]): Promise<void> {
+  if (entries.length === 0) return;
+  const calledAt = performance.now();
+  try {
+    const still = new Set(await extendJobs(entries.map(({ job }) => job), LEASE_SECONDS));
+    for (const entry of entries) {
+      if (still.has(entry.job.id)) entry.leaseEndsAt = calledAt + LEASE_SECONDS * 1000;
+      else if (!entry.ended) stop(entry, "lost");
     }
+  } catch (error) {
+    if (entries.length > 1 && isBlocked(error)) {
+      await Promise.all(halves(entries).map(extendLeases));
+      return;
+    }
+    const ids = entries.map(({ job }) => job.id);
+    log("error", "heartbeat_failed", { ids, error: errorText(error) }, error);
+    for (const entry of entries) if (performance.now() >= entry.leaseEndsAt) stop(entry, "lost");
   }
 }
 
 /** Something to wait for: `wait` resolves when it is rung (true), or has been since the last wait, or after `ms` (false). */
 function createBell() {
+  let next = Promise.withResolvers<void>();
   let isRung = false;
-  let wake: (() => void) | undefined;
   return {
     ring(): void {
       isRung = true;
-      wake?.();
+      next.resolve();
     },
     rung: () => isRung,
-    wait(ms?: number): Promise<boolean> {
-      return new Promise((resolve) => {
-        let timer: ReturnType<typeof setTimeout> | undefined;
-        const done = () => {
-          clearTimeout(timer);
-          wake = undefined;
-          const was = isRung;
-          isRung = false;
-          resolve(was);
-        };
-        if (isRung) return done();
-        wake = done;
-        if (ms !== undefined) timer = setTimeout(done, Math.max(0, ms));
-      });
+    async wait(ms?: number): Promise<boolean> {
+      if (!isRung) next = Promise.withResolvers();
+      const timer = ms === undefined ? undefined : setTimeout(next.resolve, Math.max(0, ms));
+      await next.promise;
+      clearTimeout(timer);
+      const was = isRung;
+      isRung = false;
+      return was;
     },
   };
 }
