@@ -1,6 +1,6 @@
 import { errorText, PermanentError, RetryAfterError, safeText } from "./errors.ts";
 import type { Handler, Job, KindDeclarations } from "./kinds.ts";
-import type { ClaimedJob, Failure } from "./queue.ts";
+import type { ClaimedJob, Failure, Lease } from "./queue.ts";
 import { after } from "./timer.ts";
 
 /** The app as the engine sees it. */
@@ -22,13 +22,10 @@ export interface Held {
 }
 
 /** How an attempt ended, before the database has heard of it. `delay`: seconds before it is claimed again. */
-export type Outcome = { completed: unknown } | {
-  failed: Omit<Failure, "id" | "leaseToken">;
-  thrown?: unknown;
-} | {
-  stopped: "lost" | "released";
-  delay?: number;
-};
+export type Outcome =
+  | { completed: unknown }
+  | { failed: Omit<Failure, keyof Lease>; thrown?: unknown }
+  | { stopped: "lost" | "released"; delay?: number };
 
 /** One run of one handler, from payload to outcome. Never throws. */
 export async function attempt(app: App, entry: Held): Promise<Outcome> {
@@ -40,9 +37,8 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
     return { failed: { error: `unknown_kind: ${job.kind}`, permanent: true } };
   }
   if (!handler) {
-    return {
-      failed: { error: `no_handler: ${job.kind} is declared, but _app/handlers.ts does not name it` },
-    };
+    const error = `no_handler: ${job.kind} is declared, but _app/handlers.ts does not name it`;
+    return { failed: { error } };
   }
   if (entry.stopped === "lost" || entry.stopped === "released") return { stopped: entry.stopped };
   const stopped = new Promise<never>((_, reject) => {
@@ -53,13 +49,9 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
   try {
     const parsed = await Promise.race([kind.schema.safeParseAsync(job.payload), stopped]);
     if (!parsed.success) {
-      return {
-        // A path has keys of the payload, whatever they are.
-        failed: {
-          error: safeText(`invalid_payload: ${describeIssue(parsed.error.issues[0])}`, MAX_ISSUE_LENGTH),
-          permanent: true,
-        },
-      };
+      // A path has keys of the payload, whatever they are.
+      const error = safeText(`invalid_payload: ${describeIssue(parsed.error.issues[0])}`, MAX_ISSUE_LENGTH);
+      return { failed: { error, permanent: true } };
     }
     const described: Job = {
       id: job.id,
@@ -76,9 +68,8 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
     return storable(result);
   } catch (error) {
     if (entry.stopped === "timeout") {
-      return {
-        failed: { error: `handler_timeout: the handler was still running after ${job.timeoutMs} ms` },
-      };
+      const error = `handler_timeout: the handler was still running after ${job.timeoutMs} ms`;
+      return { failed: { error } };
     }
     if (entry.stopped) return { stopped: entry.stopped };
     return { failed: failureOf(error), thrown: error };
@@ -88,7 +79,7 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
 }
 
 /** What a thrown value says of its attempt. Seconds that are no number, or negative, are not heard: the kind's backoff holds. */
-function failureOf(error: unknown): Omit<Failure, "id" | "leaseToken"> {
+function failureOf(error: unknown): Omit<Failure, keyof Lease> {
   const failure = { error: errorText(error) };
   try {
     if (error instanceof PermanentError) return { ...failure, permanent: true };
@@ -112,9 +103,8 @@ function storable(result: unknown): Outcome {
   try {
     const json = JSON.stringify(result) ?? "null";
     if (json.length > MAX_RESULT_LENGTH) {
-      return {
-        completed: { cut: json.slice(0, CUT_RESULT_LENGTH).toWellFormed(), characters: json.length },
-      };
+      const cut = json.slice(0, CUT_RESULT_LENGTH).toWellFormed();
+      return { completed: { cut, characters: json.length } };
     }
     // The only escapes of this sort that JSON.stringify writes are U+0000 and lone surrogates.
     const mended = json.replaceAll(
