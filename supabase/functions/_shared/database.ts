@@ -9,15 +9,10 @@ let client: SupabaseClient | undefined;
  * The supabase-js client of the service role, made at the first call. Reads SUPABASE_URL and SUPABASE_SECRET_KEYS
  * (`{"default": "sb_secret_…"}`), or the older SUPABASE_SERVICE_ROLE_KEY. Throws JobError `not_configured`.
  */
-function serviceClient(): SupabaseClient {
+export function serviceClient(): SupabaseClient {
   return client ??= createClient(requiredEnv("SUPABASE_URL"), secretKey(), {
     auth: { persistSession: false, autoRefreshToken: false, detectSessionInUrl: false },
   });
-}
-
-/** Throws what callDatabase would throw for want of an address or a key, without a call: JobError `not_configured`. */
-export function requireDatabase(): void {
-  serviceClient();
 }
 
 /**
@@ -42,11 +37,8 @@ export async function callDatabase(name: string, args: Record<string, unknown>):
     throw new JobError(error.code, error.message + why, error.hint || undefined);
   }
   if (error) {
-    throw new JobError(
-      "unreachable",
-      `${name}: ${error.message}`,
-      "Check SUPABASE_URL and the database's API.",
-    );
+    const hint = "Check SUPABASE_URL and the database's API.";
+    throw new JobError("unreachable", `${name}: ${error.message}`, hint);
   }
   return data;
 }
@@ -84,9 +76,10 @@ function secretKey(): string {
   const keys = text ? parseSecretKeys(text) : {};
   const key = keys.default ?? Object.values(keys)[0] ?? Deno.env.get("SUPABASE_SERVICE_ROLE_KEY");
   if (key) return key;
+  const detail = "SUPABASE_SECRET_KEYS holds no key, and the older SUPABASE_SERVICE_ROLE_KEY is not set";
   throw new JobError(
     "not_configured",
-    "SUPABASE_SECRET_KEYS holds no key, and the older SUPABASE_SERVICE_ROLE_KEY is not set",
+    detail,
     "Make a secret key in the project's settings, under API keys.",
   );
 }
@@ -96,9 +89,7 @@ function parseSecretKeys(text: string): Record<string, string> {
     return z.record(z.string(), z.string().min(1)).parse(JSON.parse(text));
   } catch {
     // Without the cause: it may quote a key.
-    throw new JobError(
-      "not_configured",
-      'SUPABASE_SECRET_KEYS is not JSON of keys by name, such as {"default": "sb_secret_…"}',
-    );
+    const detail = 'SUPABASE_SECRET_KEYS is not JSON of keys by name, such as {"default": "sb_secret_…"}';
+    throw new JobError("not_configured", detail);
   }
 }

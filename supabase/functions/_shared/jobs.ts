@@ -81,18 +81,13 @@ const enqueued = z.array(z.object({ id: z.string(), created: z.boolean() }));
 /** The arguments of enqueue_job, once the payload fits. */
 async function toArguments(where: string, kind: Kind, payload: unknown, options: EnqueueOptions) {
   if (!Object.hasOwn(kinds, kind)) {
-    throw new JobError(
-      "unknown_kind",
-      `${where}: no kind ${JSON.stringify(kind)}`,
-      "Declare it in _app/kinds.ts.",
-    );
+    const detail = `${where}: no kind ${JSON.stringify(kind)}`;
+    throw new JobError("unknown_kind", detail, "Declare it in _app/kinds.ts.");
   }
   const parsed = await kinds[kind].schema.safeParseAsync(payload);
   if (!parsed.success) {
-    throw new JobError(
-      "invalid_payload",
-      `${where}: payload of ${kind}: ${describeIssue(parsed.error.issues[0])}`,
-    );
+    const detail = `${where}: payload of ${kind}: ${describeIssue(parsed.error.issues[0])}`;
+    throw new JobError("invalid_payload", detail);
   }
   assertJson(payload, `${where}: payload of ${kind}`);
   assertJson(options.context, `${where}: context`);

@@ -1,7 +1,7 @@
 import { z } from "zod";
 import "../_app/handlers.ts"; // one that does not load shows when the function starts, not when a job comes
 import { describeIssue } from "../_shared/attempt.ts";
-import { requireDatabase, requiredEnv } from "../_shared/database.ts";
+import { requiredEnv, serviceClient } from "../_shared/database.ts";
 import { retirement, shutdown, surviveUncaughtErrors } from "../_shared/edge_runtime.ts";
 import { errorText } from "../_shared/errors.ts";
 import {
@@ -33,7 +33,7 @@ Deno.serve(async (request) => {
   const { wait, ...options } = parsed.data;
   // Before the 202: only an answer that says so shows in job_dispatch_health().
   try {
-    requireDatabase();
+    serviceClient();
   } catch (error) {
     log("error", "not_configured", { error: errorText(error) });
     return notConfigured();
