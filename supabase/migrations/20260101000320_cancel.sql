@@ -42,18 +42,14 @@ begin
     raise exception 'retry_jobs: max_jobs % is not between 1 and 100000', coalesce(retry_jobs.max_jobs::text, 'null')
       using errcode = '22023';
   end if;
-  if retry_jobs.ids is not null then
-    chosen := retry_jobs.ids;
-  else
-    chosen := array(
-      select d.id from public.jobs d
-      where d.status = 'dead' and d.finished_at is not null and (retry_jobs.kind is null or d.kind = retry_jobs.kind)
-      order by d.finished_at limit retry_jobs.max_jobs
-    );
-  end if;
   chosen := array(
     select j.id from public.jobs j
-    where j.id = any (chosen) and j.status in ('dead', 'cancelled') and (retry_jobs.kind is null or j.kind = retry_jobs.kind)
+    where j.id = any (coalesce(retry_jobs.ids, array(
+        select d.id from public.jobs d
+        where d.status = 'dead' and d.finished_at is not null and (retry_jobs.kind is null or d.kind = retry_jobs.kind)
+        order by d.finished_at limit retry_jobs.max_jobs
+      )))
+      and j.status in ('dead', 'cancelled') and (retry_jobs.kind is null or j.kind = retry_jobs.kind)
     order by j.id limit retry_jobs.max_jobs for no key update skip locked
   );
   return query
