@@ -156,8 +156,6 @@ create function private.count_due_jobs(kind text, max_jobs int, out plain int, o
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
   level int := 101;
-  found_plain record;
-  found_keyed record;
 begin
   plain := 0;
   keyed := 0;
@@ -174,21 +172,22 @@ begin
       )
     );
     exit when level is null;
-    select count(*)::int as jobs, min(d.available_at) as oldest into found_plain from (
-      select j.available_at from public.jobs j
-      where j.status = 'pending' and j.concurrency_key is null and j.kind = count_due_jobs.kind and j.priority = level
-        and j.available_at <= (select clock_timestamp())
-      order by j.available_at, j.id limit greatest(max_jobs - plain, 1)
+    select plain + count(*) filter (where not d.has_key), keyed + count(*) filter (where d.has_key),
+      least(oldest, min(d.available_at))
+    into plain, keyed, oldest
+    from (
+      (
+        select false as has_key, j.available_at from public.jobs j
+        where j.status = 'pending' and j.concurrency_key is null and j.kind = count_due_jobs.kind and j.priority = level
+          and j.available_at <= (select clock_timestamp())
+        order by j.available_at, j.id limit greatest(max_jobs - plain, 1)
+      ) union all (
+        select true, j.available_at from public.jobs j
+        where j.status = 'pending' and j.concurrency_key is not null and j.kind = count_due_jobs.kind and j.priority = level
+          and j.available_at <= (select clock_timestamp())
+        order by j.available_at, j.id limit greatest(max_jobs - keyed, 1)
+      )
     ) d;
-    select count(*)::int as jobs, min(d.available_at) as oldest into found_keyed from (
-      select j.available_at from public.jobs j
-      where j.status = 'pending' and j.concurrency_key is not null and j.kind = count_due_jobs.kind and j.priority = level
-        and j.available_at <= (select clock_timestamp())
-      order by j.available_at, j.id limit greatest(max_jobs - keyed, 1)
-    ) d;
-    plain := plain + found_plain.jobs;
-    keyed := keyed + found_keyed.jobs;
-    oldest := least(oldest, found_plain.oldest, found_keyed.oldest);
   end loop;
 end $$;
 
@@ -307,7 +306,8 @@ begin
 end $$;
 
 revoke all on function private.vault_secret, private.first_cron_secret, private.worker_endpoint, private.poke,
-  private.count_queued_pokes, private.wake, private.count_due_jobs, private.count_ready_jobs, private.ready_jobs, private.tick, private.prune_cron_history from public, anon, authenticated, service_role;
+  private.count_queued_pokes, private.wake, private.count_due_jobs, private.count_ready_jobs, private.ready_jobs,
+  private.tick, private.prune_cron_history from public, anon, authenticated, service_role;
 
 -- Turns the tick and the wake on. Raises 55000 where pg_cron is missing.
 create function public.enable_dispatch() returns void
