@@ -338,71 +338,9 @@ end $$;
 -- Health. What fails shows within a minute: the limits leave a few rounds of the ten-second tick, so that one late run is
 -- no alarm.
 
-create function private.check_tick(out ok boolean, out detail text, out todo text)
-language plpgsql set search_path = pg_catalog, pg_temp as $$
-declare
-  tick record;
-  run record;
-begin
-  ok := false; todo := 'Run select enable_dispatch().';
-  if to_regclass('cron.job') is null then
-    detail := 'pg_cron is not installed';
-    return;
-  end if;
-  if not (select d.enabled from private.dispatch d) then
-    detail := 'dispatch is off';
-    return;
-  end if;
-  select j.jobid, j.active into tick from cron.job j
-  -- A database that was made from another as template has its jobs, which run in that one.
-  where j.jobname = 'nightshift_tick' and j.database = current_database() order by j.active desc limit 1;
-  if not found or not tick.active then
-    detail := case when found then 'scheduled, but paused' else 'not scheduled' end;
-    return;
-  end if;
-
-  select d.status, d.return_message, coalesce(d.start_time, d.end_time) as at into run from cron.job_run_details d
-  -- Without a start time: about to start, or failed before that, such as for want of a connection.
-  where d.jobid = tick.jobid and (d.start_time is not null or d.status = 'failed') order by d.runid desc limit 1;
-  if not found then
-    detail := 'scheduled, but has never run';
-    todo := 'Wait ten seconds. If it stays so, pg_cron is not running: restart the database.';
-    return;
-  end if;
-  -- Four rounds: a tick may wait 5 s for a lock, and the next one waits for it.
-  ok := run.status <> 'failed' and run.at > clock_timestamp() - interval '40 seconds';
-  detail := format('last run %s at %s%s', run.status, date_trunc('second', run.at),
-    case when run.status = 'failed' then ': ' || btrim(split_part(run.return_message, 'CONTEXT:', 1), E' \n') end);
-  todo := case
-    when run.status = 'failed' then 'Mend what the message names.'
-    when run.status = 'succeeded' then 'pg_cron has stopped running jobs: restart the database.'
-    else 'The tick does not end: look in pg_stat_activity for what holds it up, or restart the database.' end;
-end $$;
-
--- Has job-worker tried, at most every 40 seconds whoever asks, which with the 15 that a poke may take makes a minute; every
--- ten while it does not work, so that what has been mended shows. This poke asks for jobs of a kind that no app has, and
--- for an answer when the worker has looked: to any other poke it answers before it has been to the database. False when one
--- was sent a moment ago; raises why none can be.
-create function private.try_worker(works boolean) returns boolean
-language plpgsql set search_path = pg_catalog, pg_temp as $$
-begin
-  if not (select d.enabled from private.dispatch d) then
-    raise exception 'dispatch is off' using errcode = '55000';
-  end if;
-  -- One asker at a time. A row, since anybody may take an advisory lock.
-  perform from private.dispatch d where d.one for update skip locked;
-  if not found then raise exception 'another transaction is about to' using errcode = '55P03'; end if;
-  if private.count_queued_pokes() > 0 or exists (
-    select from private.pokes p
-    where p.reason = 'health'
-      and p.poked_at > clock_timestamp() - case when try_worker.works then interval '40 seconds' else interval '10 seconds' end
-  ) then
-    return false;
-  end if;
-  perform private.poke('health', '{"wait": true, "kinds": ["nightshift_health"]}');
-  return true;
-end $$;
-
+-- What job-worker answered last. Has it tried, at most every 40 seconds whoever asks, which with the 15 that a poke may take
+-- makes a minute; every ten while it does not work, so that what has been mended shows. This poke asks for jobs of a kind
+-- that no app has, and for an answer when the worker has looked: to any other it answers before it has been to the database.
 create function private.check_worker(out ok boolean, out detail text, out todo text)
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
@@ -428,7 +366,18 @@ begin
   order by a.reason <> 'health' and a.works, a.poked_at desc limit 1;
 
   begin
-    tried := private.try_worker(coalesce(answer.works, false));
+    if not (select d.enabled from private.dispatch d) then raise exception 'dispatch is off'; end if;
+    -- One asker at a time. A row, since anybody may take an advisory lock.
+    perform from private.dispatch d where d.one for update skip locked;
+    if not found then raise exception 'another transaction is about to'; end if;
+    if private.count_queued_pokes() = 0 and not exists (
+      select from private.pokes p
+      where p.reason = 'health'
+        and p.poked_at > clock_timestamp() - case when answer.works then interval '40 seconds' else interval '10 seconds' end
+    ) then
+      perform private.poke('health', '{"wait": true, "kinds": ["nightshift_health"]}');
+      tried := true;
+    end if;
   exception when others then
     -- No settings, a read-only transaction, a lock: what is known is still said.
     not_tried := sqlerrm;
@@ -479,8 +428,7 @@ begin
   end if;
 end $$;
 
-revoke all on function private.check_tick, private.try_worker, private.check_worker
-  from public, anon, authenticated, service_role;
+revoke all on function private.check_worker from public, anon, authenticated, service_role;
 
 -- Whether jobs get started, one row for each thing that must hold: what it is, whether it holds (null: not known yet), what
 -- was seen, and what to do. Secrets are not shown. Asks the worker: see private.try_worker. Never fails, and waits for no
@@ -492,6 +440,8 @@ set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set j
 declare
   found_text text;
   found_at timestamptz;
+  tick record;
+  run record;
   ready record;
 begin
   foreach item in array array[
@@ -519,7 +469,28 @@ begin
           todo := 'Run select vault.create_secret(''<CRON_SECRET of the functions>'', ''cron_secret''), '
             'or vault.update_secret where it exists.';
         when 'tick' then
-          select c.* into ok, detail, todo from private.check_tick() c;
+          -- A database that was made from another as template has its jobs, which run in that one.
+          select j.jobid, j.active into tick from cron.job j
+          where j.jobname = 'nightshift_tick' and j.database = current_database() order by j.active desc limit 1;
+          -- Without a start time: about to start, or failed before that, such as for want of a connection.
+          select d.status, d.return_message, coalesce(d.start_time, d.end_time) as at into run from cron.job_run_details d
+          where d.jobid = tick.jobid and (d.start_time is not null or d.status = 'failed') order by d.runid desc limit 1;
+          detail := case
+            when not (select d.enabled from private.dispatch d) then 'dispatch is off'
+            when tick.jobid is null then 'not scheduled'
+            when not tick.active then 'scheduled, but paused'
+            when run.status is null then 'scheduled, but has never run'
+            else format('last run %s at %s%s', run.status, date_trunc('second', run.at), case when run.status = 'failed'
+              then ': ' || btrim(split_part(run.return_message, 'CONTEXT:', 1), E' \n') end) end;
+          -- Four rounds: a tick may wait 5 s for a lock, and the next one waits for it.
+          ok := detail like 'last run%' and run.status <> 'failed' and run.at > clock_timestamp() - interval '40 seconds';
+          todo := case
+            when detail like '%has never run' then
+              'Wait ten seconds. If it stays so, pg_cron is not running: restart the database.'
+            when detail not like 'last run%' then 'Run select enable_dispatch().'
+            when run.status = 'failed' then 'Mend what the message names.'
+            when run.status = 'succeeded' then 'pg_cron has stopped running jobs: restart the database.'
+            else 'The tick does not end: look in pg_stat_activity for what holds it up, or restart the database.' end;
         when 'worker' then
           select c.* into ok, detail, todo from private.check_worker() c;
         when 'ready jobs' then
