@@ -8,24 +8,21 @@
 create function public.cancel_jobs(ids uuid[]) returns setof uuid
 language plpgsql set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set jit = off set lock_timeout = '300ms' as $$
-declare
-  chosen uuid[];
 begin
   begin
-    chosen := array(
-      select j.id from public.jobs j where j.id = any (cancel_jobs.ids) and j.status in ('pending', 'running')
-      order by j.id for no key update
-    );
+    -- For what is locked but for a moment, as by a claim or a heartbeat.
+    perform from public.jobs j where j.id = any (cancel_jobs.ids) and j.status in ('pending', 'running')
+    order by j.id for no key update;
   exception when lock_not_available or deadlock_detected then
-    chosen := array(
-      select j.id from public.jobs j where j.id = any (cancel_jobs.ids) and j.status in ('pending', 'running')
-      order by j.id for no key update skip locked
-    );
+    null;
   end;
   return query update public.jobs j
   set status = 'cancelled', lease_token = j.lease_token + 1, lease_expires_at = null, finished_at = clock_timestamp(),
     updated_at = clock_timestamp()
-  where j.id = any (chosen) returning j.id;
+  where j.id = any (array(
+    select c.id from public.jobs c where c.id = any (cancel_jobs.ids) and c.status in ('pending', 'running')
+    order by c.id for no key update skip locked
+  )) returning j.id;
 end $$;
 
 -- Puts dead and cancelled jobs back, with all their attempts: those with these ids, or dead ones, of `kind` or of any, the
