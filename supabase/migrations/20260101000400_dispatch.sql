@@ -405,18 +405,17 @@ begin
     -- A server that is not ours may send back what it was sent.
     detail := replace(detail, coalesce(private.first_cron_secret(), ''), '…');
     todo := case
-      when answer.id is null then 'Ask again in a few seconds. If it stays so, pg_net keeps no answers: see its setting pg_net.ttl.'
+      when answer.id is null then
+        'Ask again in a few seconds. If it stays so, pg_net keeps no answers: see its setting pg_net.ttl.'
       when answer.timed_out then 'job-worker did not answer within 5 s: read its log, and check project_url.'
       when answer.status_code is null then 'Check that project_url is this project''s API, as seen from the database.'
       when answer.status_code = 401 and answer.content like '%CRON_SECRET%' then
         'CRON_SECRET of the functions and cron_secret in Vault differ: set both to the same.'
-      when answer.status_code = 401 then
-        'This is not job-worker''s answer: check project_url, and that job-worker is deployed with verify_jwt = false.'
-      when answer.status_code = 404 then 'Deploy the function: supabase functions deploy job-worker. If it is, check project_url.'
-      when answer.status_code < 400 then
-        'This is not job-worker''s answer: check project_url, and deploy the functions as they are in this version.'
-      -- A POST that is redirected arrives as a GET.
-      when answer.status_code = 405 then 'Set project_url to the address that it redirects to, most often with https.'
+      when answer.status_code = 404 then
+        'Deploy the function: supabase functions deploy job-worker. If it is, check project_url.'
+      when answer.status_code < 400 or answer.status_code in (401, 405) then -- 405: a POST that is redirected arrives as a GET
+        'This is not job-worker''s answer: set project_url to the API''s own address, not to one that redirects, '
+        'and deploy the functions as they are in this version, with verify_jwt = false.'
       else 'Read the log of the function job-worker: it says what it lacks, or why it cannot reach the database''s API.' end;
     if tried then
       detail := detail || '; poked again just now: ask again in a few seconds';

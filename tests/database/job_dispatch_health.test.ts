@@ -161,7 +161,7 @@ Deno.test("the worker's last answer is shown, with what to do about it", async (
     [looked, /^last poke \(health\), at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\+00: 200$/, /^$/],
     [{ status: 401, content: "Send CRON_SECRET" }, /: 401 Send CRON_SECRET$/, /CRON_SECRET .* differ/],
     [{ status: 401, content: "No API key" }, /: 401 No API key$/, /project_url.*verify_jwt/],
-    [{ status: 405 }, /: 405$/, /project_url.*redirects/],
+    [{ status: 405 }, /: 405$/, /not job-worker's answer: .*redirects/],
     [{ status: 404, content: "Not found" }, /: 404 Not found$/, /functions deploy job-worker/],
     [{ status: 500, content: "x".repeat(400) }, /: 500 x{300}$/, /log of the function job-worker/],
     [{ error: "Could not resolve host" }, /: Could not resolve host$/, /project_url/],
