@@ -2,26 +2,19 @@ const SECRET_NAME = /KEY|SECRET|TOKEN|PASS|CREDENTIAL|DSN|DB_URL|DATABASE_URL/i;
 /** What is shorter may stand in any text by chance. */
 const MIN_LENGTH = 12;
 
-export interface SecretFilter {
-  /** Puts `[NAME]` in place of each secret in a text. */
-  replace(text: string): string;
-  /** The length of the longest text that is replaced. */
-  longest: number;
-}
-
-let filter: SecretFilter | undefined;
+let filter: ReturnType<typeof createSecretFilter> | undefined;
 
 /** The filter of this function's own environment, made at the first call. */
-export function secretFilter(): SecretFilter {
+export function secretFilter(): ReturnType<typeof createSecretFilter> {
   return filter ??= createSecretFilter(Deno.env.toObject());
 }
 
 /**
  * Makes what keeps secrets out of texts: the values of variables whose name says that they are secret, each part of a list
  * or of JSON in them, and the password inside any URL; plain, or encoded as in a URL, in JSON or in base64. Values of fewer
- * than 12 characters stay.
+ * than 12 characters stay. `replace` puts `[NAME]` in place of each; `longest` is the length of the longest text replaced.
  */
-export function createSecretFilter(env: Record<string, string>): SecretFilter {
+export function createSecretFilter(env: Record<string, string>) {
   const names = new Map<string, string>();
   for (const [name, value] of Object.entries(env)) {
     for (const secret of secretsIn(name, value)) {
@@ -33,7 +26,7 @@ export function createSecretFilter(env: Record<string, string>): SecretFilter {
   const forms = [...names].sort(([a], [b]) => b.length - a.length);
   return {
     longest: forms[0]?.[0].length ?? 0,
-    replace: (text) => forms.reduce((rest, [form, name]) => rest.replaceAll(form, `[${name}]`), text),
+    replace: (text: string) => forms.reduce((rest, [form, name]) => rest.replaceAll(form, `[${name}]`), text),
   };
 }
 
