@@ -131,7 +131,7 @@ create table public.job_failures (
 create index job_failures_failed_at on public.job_failures (kind, failed_at);
 create index job_failures_unreported on public.job_failures (failed_at) where unreported;
 comment on table public.job_failures is 'One row per failed attempt. retry_at is null when the job died of it.';
-comment on column public.job_failures.unreported is 'Its worker was lost, and no other has said so yet: see take_lost_attempts.';
+comment on column public.job_failures.unreported is 'Its worker was lost, and no other has said so yet.';
 
 create table public.job_kinds (
   kind text primary key check (kind ~ '^[a-z][a-z0-9_]{0,62}$'),

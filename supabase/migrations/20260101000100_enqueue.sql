@@ -55,7 +55,8 @@ begin
   elsif length(job.dedupe_key) not between 1 and 512 then
     wrong := format('dedupe_key has %s characters, not 1 to 512', length(job.dedupe_key));
   elsif job.dedupe is null or job.dedupe not in ('active', 'waiting', 'replace', 'once') then
-    wrong := format('dedupe %s is not active, waiting, replace or once', coalesce(quote_literal(left(job.dedupe, 80)), 'null'));
+    wrong := format('dedupe %s is not active, waiting, replace or once',
+      coalesce(quote_literal(left(job.dedupe, 80)), 'null'));
   elsif length(job.concurrency_key) not between 1 and 512 then
     wrong := format('concurrency_key has %s characters, not 1 to 512', length(job.concurrency_key));
   end if;
@@ -171,7 +172,9 @@ begin
   end if;
 
   begin
-    for entry in select e.value, e.n - 1 as n from jsonb_array_elements(enqueue_jobs.jobs) with ordinality e(value, n) loop
+    for entry in
+      select e.value, e.n - 1 as n from jsonb_array_elements(enqueue_jobs.jobs) with ordinality e(value, n)
+    loop
       if jsonb_typeof(entry.value) <> 'object' then
         raise exception 'it is %, not an object', jsonb_typeof(entry.value) using errcode = '22023';
       end if;

@@ -266,8 +266,8 @@ set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set j
   ))
 $$;
 
--- Hands over up to `max_attempts` attempts of the last day that ended with their lease, each to one caller: the worker is gone,
--- so the next one reports them.
+-- Hands over up to `max_attempts` attempts of the last day that ended with their lease, each to one caller: the worker is
+-- gone, so the next one reports them.
 create function public.take_lost_attempts(max_attempts int default 100)
 returns table (job_id uuid, kind text, attempt int, error text)
 language sql set search_path = pg_catalog, pg_temp as $$

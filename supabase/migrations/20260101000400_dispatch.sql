@@ -338,9 +338,9 @@ end $$;
 -- Health. What fails shows within a minute: the limits leave a few rounds of the ten-second tick, so that one late run is
 -- no alarm.
 
--- What job-worker answered last. Has it tried, at most every 40 seconds whoever asks, which with the 15 that a poke may take
--- makes a minute; every ten while it does not work, so that what has been mended shows. This poke asks for jobs of a kind
--- that no app has, and for an answer when the worker has looked: to any other it answers before it has been to the database.
+-- What job-worker answered last. Has it tried, at most every 40 seconds whoever asks, which with the 15 that a poke may
+-- take makes a minute; every ten while it does not work, so that what has been mended shows. This poke asks for jobs of a
+-- kind that no app has, and for an answer once it has looked: any other is answered before it has been to the database.
 create function private.check_worker(out ok boolean, out detail text, out todo text)
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
@@ -373,7 +373,7 @@ begin
     if private.count_queued_pokes() = 0 and not exists (
       select from private.pokes p
       where p.reason = 'health'
-        and p.poked_at > clock_timestamp() - case when answer.works then interval '40 seconds' else interval '10 seconds' end
+        and p.poked_at > clock_timestamp() - make_interval(secs => case when answer.works then 40 else 10 end)
     ) then
       perform private.poke('health', '{"wait": true, "kinds": ["nightshift_health"]}');
       tried := true;
@@ -413,7 +413,8 @@ begin
         'CRON_SECRET of the functions and cron_secret in Vault differ: set both to the same.'
       when answer.status_code = 404 then
         'Deploy the function: supabase functions deploy job-worker. If it is, check project_url.'
-      when answer.status_code < 400 or answer.status_code in (401, 405) then -- 405: a POST that is redirected arrives as a GET
+      -- 405: a POST that is redirected arrives as a GET.
+      when answer.status_code < 400 or answer.status_code in (401, 405) then
         'This is not job-worker''s answer: set project_url to the API''s own address, not to one that redirects, '
         'and deploy the functions as they are in this version, with verify_jwt = false.'
       else 'Read the log of the function job-worker: it says what it lacks, or why it cannot reach the database''s API.' end;
