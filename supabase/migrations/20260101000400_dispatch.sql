@@ -217,7 +217,8 @@ begin
     ) then
       since := greatest(since, (
         select max(r.locked_at) from (
-          select j.locked_at from public.jobs j where j.status = 'running' and j.kind = count_ready_jobs.kind limit 1000
+          select j.locked_at from public.jobs j where j.status = 'running' and j.kind = count_ready_jobs.kind
+          order by j.concurrency_key limit 1000 -- ordered, or the statistics choose between two indexes
         ) r
       ), (
         select j.finished_at from public.jobs j

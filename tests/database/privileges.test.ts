@@ -64,6 +64,7 @@ const samples: Record<string, [sql: string, json: postgres.JSONValue]> = {
   bigint: ["1", 1],
   boolean: ["true", true],
   integer: ["1", 1],
+  "integer[]": ["'{1}'", [1]],
   interval: ["'1 second'", "1 second"],
   jsonb: ["'[]'", []],
   text: ["'test'", "test"],

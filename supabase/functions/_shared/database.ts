@@ -17,8 +17,8 @@ export function serviceClient(): SupabaseClient {
 
 /**
  * Calls a SQL function through REST as the service role, with the names of its arguments in camelCase, and gives back its
- * answer as JSON has it. Throws JobError with the database's SQLSTATE, message and hint, or `unreachable` when there was no answer within ten seconds: the call may
- * or may not have taken effect.
+ * answer as JSON has it. Throws JobError with the database's SQLSTATE, message and hint, or `unreachable` when there was no
+ * answer within ten seconds: the call may or may not have taken effect.
  */
 export async function callDatabase(name: string, args: Record<string, unknown>): Promise<unknown> {
   const controller = new AbortController();

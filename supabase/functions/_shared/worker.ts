@@ -130,6 +130,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
     await finish();
     await settler.idle();
     await reporting;
+    await reportLostAttempts(); // of which the tick has found out meanwhile
     if (gaveUp && results.length === 0) throw gaveUp;
     return { results, backlog };
   } finally {
