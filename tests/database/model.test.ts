@@ -215,9 +215,10 @@ async function operate(pool: postgres.Sql, sequence: Sequence, random: () => num
       insert into job_kinds (kind, paused) values (${kind}, true) on conflict (kind) do update set paused = true`;
     const { since } = only(await pool`select clock_timestamp()::text as since`);
     await pool`select pg_sleep(${random() * 0.005})`;
+    // As text, since the client would cut a time to milliseconds.
     const during = await pool`
       select id, locked_at::text, ${since} as since, clock_timestamp()::text as seen_at from seen
-      where kind = ${kind} and status = 'running' and old_status = 'pending' and locked_at > ${since}::timestamptz`;
+      where kind = ${kind} and status = 'running' and old_status = 'pending' and locked_at > ${since}::text::timestamptz`;
     assert.deepEqual([...during], [], "claimed while paused");
     await pool`update job_kinds set paused = false where kind = ${kind}`;
     pausedKinds.delete(kind);
