@@ -249,22 +249,38 @@ $$;
 -- available again at once, since the lost lease was the wait, or dead when that was the last attempt. Returns how many.
 -- The lock reads each row anew, so a job that has just been completed is left alone.
 create function public.rescue_expired_jobs(max_jobs int default 1000) returns int
-language sql set search_path = pg_catalog, pg_temp
+language plpgsql set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set jit = off as $$
-  with expired as (
-    select j.id, j.lease_token, format(
-      'lease expired: worker %s neither finished the job nor extended its lease by %s', j.locked_by, j.lease_expires_at
-    ) as error
-    from public.jobs j where j.status = 'running' and j.lease_expires_at < (select clock_timestamp())
-    order by j.lease_expires_at limit greatest(1, least(rescue_expired_jobs.max_jobs, 10000))
-    for no key update skip locked
-  )
-  select count(*)::int from public.fail_jobs((
+declare
+  expired jsonb;
+  one jsonb;
+  rescued int := 0;
+begin
+  expired := (
     select coalesce(jsonb_agg(jsonb_build_object(
-      'id', e.id, 'lease_token', e.lease_token, 'error', e.error, 'retry_in', 0
-    )), '[]') from expired e
-  ))
-$$;
+      'id', e.id, 'lease_token', e.lease_token, 'retry_in', 0, 'error', format(
+        'lease expired: worker %s neither finished the job nor extended its lease by %s', e.locked_by, e.lease_expires_at
+      )
+    )), '[]') from (
+      select j.* from public.jobs j where j.status = 'running' and j.lease_expires_at < (select clock_timestamp())
+      order by j.lease_expires_at limit greatest(1, least(rescue_expired_jobs.max_jobs, 10000))
+      for no key update skip locked
+    ) e
+  );
+  begin
+    return (select count(*) from public.fail_jobs(expired));
+  exception when others then
+    null; -- A trigger of the app may raise for one of them, and is to hold up no other.
+  end;
+  for one in select jsonb_array_elements(expired) loop
+    begin
+      rescued := rescued + (select count(*) from public.fail_jobs(jsonb_build_array(one)));
+    exception when others then
+      raise warning 'rescue_expired_jobs: job % stays: %', one ->> 'id', sqlerrm;
+    end;
+  end loop;
+  return rescued;
+end $$;
 
 -- Hands over up to `max_attempts` attempts of the last day that ended with their lease, each to one caller: the worker is
 -- gone, so the next one reports them.

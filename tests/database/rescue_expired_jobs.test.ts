@@ -59,6 +59,32 @@ Deno.test("a lease that holds, and anything that is not running, is left alone",
   assert.deepEqual(await Promise.all(ids.map((id) => rowText(db.sql, id))), before);
 });
 
+Deno.test("a job for which a trigger of the app raises stays, with a warning, and holds up no other", async () => {
+  const warnings: (string | undefined)[] = [];
+  const sql = db.connect("postgres", { max: 1, onnotice: ({ message }) => warnings.push(message) });
+  const bad = await enqueueAndClaim(sql, "raises");
+  const good = [await enqueueAndClaim(sql), await enqueueAndClaim(sql)];
+  await expireLeases(sql);
+  await sql.unsafe(`
+    create function public.refuse() returns trigger language plpgsql as $$
+    begin
+      if new.kind = 'raises' then raise exception 'not this one'; end if;
+      return new;
+    end $$;
+    create trigger refuse before update on public.jobs for each row execute function public.refuse();
+  `).simple();
+  try {
+    assert.equal(only(await sql.unsafe(rescue)).n, 2);
+  } finally {
+    await sql`drop function public.refuse cascade`;
+  }
+  assert.deepEqual(warnings.filter((text) => text?.startsWith("rescue")), [
+    `rescue_expired_jobs: job ${bad.id} stays: not this one`,
+  ]);
+  for (const { id } of good) assert.equal((await job(sql, id)).status, "pending");
+  assert.equal(only(await sql.unsafe(rescue)).n, 1);
+});
+
 Deno.test("at most max_jobs are rescued, those that ran out first", async () => {
   for (let i = 0; i < 3; i++) await enqueue(db.sql);
   const [a, b, c] = await claim(db.sql);

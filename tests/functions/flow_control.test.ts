@@ -142,3 +142,23 @@ Deno.test("paused jobs stay while others run, and run once they are not", async 
   await set("append", { paused: false });
   await run(paused);
 });
+
+Deno.test("a kind whose declared limit cannot be is named, and waits; the others go on", async () => {
+  await using other = await startTestStack({
+    dispatch: false,
+    prepare: async (appDir) => {
+      const path = join(appDir, "supabase/functions/_app/kinds.ts");
+      const text = await Deno.readTextFile(path);
+      assert(text.includes("echo: { schema"));
+      await Deno.writeTextFile(path, text.replace("echo: { schema", "echo: { concurrency: 2.5, schema"));
+    },
+  });
+  await other.sql`insert into jobs (kind, payload) values ('echo', '{}'), ('describe', '{"amount": 1}')`;
+  const response = await other.call("job-worker", { wait: true });
+  const { results } = await response.json();
+  assert.deepEqual(results.map(({ kind }: { kind: string }) => kind), ["describe"]);
+  const [row] = await other.sql`select status, attempts from jobs where kind = 'echo'`;
+  assert.deepEqual({ ...row }, { status: "pending", attempts: 0 });
+  const line = other.lines.find((line) => line.includes("kind_not_declared"));
+  assert.match(line ?? "", /"kind":"echo".*2\.5.*_app\/kinds\.ts/);
+});

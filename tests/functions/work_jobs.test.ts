@@ -302,6 +302,36 @@ Deno.test("a settling that the database refuses for a moment is repeated until i
   assert.equal((await linesOf(file)).length, 1);
 });
 
+Deno.test("a trigger of the app that raises as a job ends fails that attempt with its message, and holds up no other", async () => {
+  const { sql } = stack;
+  await sql.unsafe(`
+    create function public.refuse() returns trigger language plpgsql as $$
+    begin
+      if new.status = 'succeeded' and new.payload ->> 'n' = '-1' then raise exception 'no room'; end if;
+      return new;
+    end $$;
+    create trigger refuse before update on public.jobs for each row execute function public.refuse();
+  `).simple();
+  try {
+    const others = await enqueue("echo", { n: 1 }, 4);
+    const refused = await enqueueOne("echo", { n: -1 });
+    others.push(...await enqueue("echo", { n: 1 }, 4));
+    await run();
+    for (const id of others) {
+      const { status, attempts } = await job(id);
+      assert.deepEqual([status, attempts], ["succeeded", 1]);
+    }
+    const row = await job(refused);
+    assert.deepEqual([row.status, row.last_error], [
+      "pending",
+      "the result cannot be stored: JobError: no room",
+    ]);
+    await sql`delete from jobs where id = ${refused}`;
+  } finally {
+    await sql`drop function public.refuse cascade`;
+  }
+});
+
 Deno.test("a job whose row somebody keeps locked holds up neither the settling nor the leases of the others", async () => {
   const { sql } = stack;
   const file = newFile();

@@ -66,8 +66,10 @@ export function createSettler(held: Set<Held>, results: Settled[], onSettled = (
           completions,
           async (told) => all("succeeded", await completeJobs(told)),
           async (entry, error) => {
-            if (isAboutWhatWasSent(error)) await call([failed(entry, cannotStore(error))], fail);
-            else settled(entry, "lost");
+            if (!isRefused(error)) return settled(entry, "lost");
+            // What a trigger raises may be over when the job is tried again.
+            const failure = { ...cannotStore(error), permanent: isAboutWhatWasSent(error) };
+            await call([failed(entry, failure)], fail);
           },
         ),
         call(failures, fail),
@@ -97,11 +99,11 @@ export function createSettler(held: Set<Held>, results: Settled[], onSettled = (
         for (const { entry } of batch) settled(entry, answer.get(entry.job.id) ?? "lost", delayMs > 100);
         return;
       } catch (error) {
-        if (batch.length > 1 && (isAboutWhatWasSent(error) || isBlocked(error))) {
+        if (batch.length > 1 && (isRefused(error) || isBlocked(error))) {
           await Promise.all(halves(batch).map((half) => call(half, send, giveUp)));
           return;
         }
-        const isOver = isAboutWhatWasSent(error) ||
+        const isOver = isRefused(error) ||
           batch.every(({ entry }) => performance.now() >= entry.leaseEndsAt);
         const ids = batch.map(({ entry }) => entry.job.id);
         log("error", isOver ? "settle_given_up" : "settle_repeated", { ids, error: errorText(error) }, error);
@@ -149,9 +151,19 @@ export function halves<T>(list: T[]): [T[], T[]] {
   return [list.slice(0, middle), list.slice(middle)];
 }
 
-/** An error of class 22, 23 or 54, or a body that is too large for the API: it would come again. */
-function isAboutWhatWasSent(error: unknown): boolean {
+/** An error of class 22, 23 or 54, or a body that is too large for the API. */
+export function isAboutWhatWasSent(error: unknown): boolean {
   return error instanceof JobError && /^(22|23|54|too_large)/.test(error.code);
+}
+
+/**
+ * What would come again: the above, and whatever a trigger of the app may raise; not what the database says of connections,
+ * resources, conflicts and locks (08, 40, 53, 55, 57, 58, XX), or of a function that is not there or not granted for now.
+ */
+function isRefused(error: unknown): boolean {
+  const isSqlstate = error instanceof JobError &&
+    /^(?!08|40|53|55|57|58|XX|42501|42883)[0-9A-Z]{5}$/.test(error.code);
+  return isSqlstate || isAboutWhatWasSent(error);
 }
 
 export const sleep = (ms: number) => new Promise<void>((resolve) => setTimeout(resolve, ms));

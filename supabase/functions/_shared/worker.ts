@@ -1,8 +1,9 @@
 import { type App, attempt, type Held, type Outcome, stop } from "./attempt.ts";
 import { errorText } from "./errors.ts";
+import type { KindDeclarations } from "./kinds.ts";
 import { log } from "./log.ts";
 import { type ClaimedJob, claimJobs, declareJobKinds, extendJobs, takeLostAttempts } from "./queue.ts";
-import { createSettler, halves, isBlocked, type Settled, sleep } from "./settler.ts";
+import { createSettler, halves, isAboutWhatWasSent, isBlocked, type Settled, sleep } from "./settler.ts";
 
 const LEASE_SECONDS = 60;
 /** A third of the lease: two heartbeats may be lost before the lease is. */
@@ -113,12 +114,12 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
     beating ??= extendLeases([...held].filter(({ ended }) => !ended)).finally(() => beating = undefined);
   }, HEARTBEAT_MS);
   try {
-    const declared = declareJobKinds(app.kinds).then((fresh) => timeouts = fresh);
+    const declared = declare(app.kinds).then((fresh) => timeouts = fresh);
     if (timeouts) {
       declared.catch((error) => log("error", "declare_job_kinds_failed", { error: errorText(error) }, error));
     } else await declared;
     for (const [kind, timeoutMs] of timeouts ?? []) {
-      if (timeoutMs <= lifetimeMs) continue;
+      if (timeoutMs <= lifetimeMs || timeoutMs === Infinity) continue;
       const todo = "Give the kind a shorter timeout.";
       log("error", "kind_not_claimed", { kind, timeoutMs, lifetimeMs, todo });
     }
@@ -275,6 +276,27 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
       }
       await bell.wait(Number.isFinite(stopAt) ? stopAt - performance.now() : undefined);
     }
+  }
+}
+
+/**
+ * Declares the kinds, one by one when that is refused, so that a wrong setting of one stops no other. That one's jobs wait:
+ * no lifetime is long enough for them.
+ */
+async function declare(kinds: KindDeclarations): Promise<Map<string, number>> {
+  const entries = Object.entries(kinds);
+  try {
+    return await declareJobKinds(kinds);
+  } catch (error) {
+    if (!isAboutWhatWasSent(error)) throw error;
+    if (entries.length > 1) {
+      const each = await Promise.all(entries.map(([kind, declaration]) => declare({ [kind]: declaration })));
+      return new Map(each.flatMap((declared) => [...declared]));
+    }
+    const [kind = ""] = Object.keys(kinds);
+    const todo = "Correct what _app/kinds.ts declares for it: its jobs wait.";
+    log("error", "kind_not_declared", { kind, error: errorText(error), todo }, error);
+    return new Map([[kind, Infinity]]);
   }
 }
 
