@@ -11,18 +11,37 @@
 --     that its handler sees the data of that transaction.
 --   * Batches take their keys in one order, so that two of them cannot deadlock.
 
--- A payload has 4 MB of JSON at most, however it comes in: a claim of ten must fit into a function's memory, and into the
--- API's time. The condition is looked at by the insert itself; an update of the job never does.
-create function private.refuse_payload() returns trigger
+-- Payload and context have 4 MB of JSON at most, however they come in: a claim of ten must fit into a function's memory, and
+-- into the API's time. The condition is looked at by the insert itself; an update of the job never does.
+--
+-- In jsonb 1e131071 has few bytes, and as text 131,072: so what is larger than a page is searched for such numbers first, or
+-- to find out that it is too large would take the memory of the server.
+create function private.is_too_large(document jsonb) returns boolean
+language plpgsql immutable strict set search_path = pg_catalog, pg_temp as $$
+declare
+  bytes constant int := pg_column_size(document #> '{}'); -- as it is in memory: from a table it may come compressed
+begin
+  if bytes > 16000000 then return true; end if;
+  if bytes > 8000 and exists (
+    select from jsonb_path_query(document, '$.** ? (@.type() == "number")') n where length(n::text) > 1000
+  ) then
+    return true;
+  end if;
+  return octet_length(document::text) > 4000000;
+end $$;
+create function private.refuse_json() returns trigger
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 begin
-  raise exception 'jobs: the payload has % bytes of JSON, more than 4000000', octet_length(new.payload::text)
+  raise exception 'jobs: % has more than 4000000 bytes of JSON, or a number of more than 1000 characters',
+    case when private.is_too_large(new.payload) then 'the payload' else 'the context' end
     using errcode = '22023', hint = 'Keep it in Storage or in a table of yours, and enqueue where it is.';
 end $$;
-revoke all on function private.refuse_payload from public, anon, authenticated, service_role;
+revoke all on function private.is_too_large, private.refuse_json from public, anon, authenticated, service_role;
+grant execute on function private.is_too_large to service_role;
 
-create trigger refuse_payload before insert on public.jobs
-  for each row when (octet_length(new.payload::text) > 4000000) execute function private.refuse_payload();
+create trigger refuse_json before insert on public.jobs
+  for each row when (private.is_too_large(new.payload) or private.is_too_large(new.context))
+  execute function private.refuse_json();
 
 -- A job to be enqueued, as it is given; once it has been checked, without a delay.
 create type private.new_job as (
@@ -57,6 +76,8 @@ begin
   elsif job.dedupe is null or job.dedupe not in ('active', 'waiting', 'replace', 'once') then
     wrong := format('dedupe %s is not active, waiting, replace or once',
       coalesce(quote_literal(left(job.dedupe, 80)), 'null'));
+  elsif job.dedupe <> 'active' and job.dedupe_key is null then
+    wrong := format('dedupe is %s, but there is no dedupe_key', job.dedupe); hint := 'Give the key that is to be held.';
   elsif length(job.concurrency_key) not between 1 and 512 then
     wrong := format('concurrency_key has %s characters, not 1 to 512', length(job.concurrency_key));
   end if;
@@ -187,8 +208,8 @@ begin
       job.payload := coalesce(job.payload, '{}');
       job.priority := coalesce(job.priority, 0);
       job.dedupe := coalesce(job.dedupe, 'active');
-      if octet_length(job.payload::text) > 4000000 then
-        raise exception 'the payload has % bytes of JSON, more than 4000000', octet_length(job.payload::text)
+      if private.is_too_large(job.payload) or private.is_too_large(job.context) then
+        raise exception 'payload or context has more than 4000000 bytes of JSON, or a number of more than 1000 characters'
           using errcode = '22023', hint = 'Keep it in Storage or in a table of yours, and enqueue where it is.';
       end if;
       given := given || private.check_job(job);
@@ -209,11 +230,12 @@ begin
   -- Keys are taken one by one in their order, or two batches could wait for each other; and on one key the stronger lock
   -- first. Of what comes again on one key only the last replacement is made: each writes the row anew.
   for entry in
-    select n, row_number() over same > 1
-      and ((given[n]).dedupe <> 'replace' or lead((given[n]).dedupe) over same = 'replace') as again
-    from generate_series(1, cardinality(given)) n where (given[n]).dedupe_key is not null
-    window same as (partition by (given[n]).kind, (given[n]).dedupe_key order by (given[n]).dedupe <> 'replace', n)
-    order by (given[n]).kind, (given[n]).dedupe_key, (given[n]).dedupe <> 'replace', n
+    select g.n, row_number() over same > 1 and (g.dedupe <> 'replace' or lead(g.dedupe) over same = 'replace') as again
+    from unnest(given) with ordinality
+      g(kind, payload, delay, available_at, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context, n)
+    where g.dedupe_key is not null
+    window same as (partition by g.kind, g.dedupe_key order by g.dedupe <> 'replace', g.n)
+    order by g.kind, g.dedupe_key, g.dedupe <> 'replace', g.n
   loop
     if entry.again then made.created := false; else
       select d.id, d.created into made from private.enqueue_deduped(given[entry.n], ids[entry.n]) d;

@@ -99,10 +99,38 @@ Deno.test("a payload of more than 4 MB of JSON is refused, however it comes in, 
   ) {
     await assert.rejects(async () => await enqueue(), {
       code: "22023",
-      message: /^jobs: the payload has \d+ bytes of JSON, more than 4000000$/,
+      message:
+        /^jobs: the payload has more than 4000000 bytes of JSON, or a number of more than 1000 characters$/,
       hint: /Storage/,
     });
   }
   await db.sql`select enqueue_job('test', jsonb_build_object('x', repeat('é', 1900000)))`;
   assert.equal((await db.sql`select from jobs`).count, 1);
+});
+
+Deno.test("so is such a context, and JSON that has few bytes in the database and would have gigabytes as text", async () => {
+  // 8000 times 131,072 digits.
+  const bomb = db.sql`('[' || repeat('1e131071, ', 7999) || '1e131071]')::jsonb`;
+  const small = db.sql`('[' || repeat('1e131071, ', 30) || '1e131071]')::jsonb`;
+  await db.sql`create table public.kept (document jsonb)`;
+  await db.sql`insert into public.kept select ${bomb}`;
+  for (
+    const enqueue of [
+      () => db.sql`select enqueue_job('test', ${bomb})`,
+      () => db.sql`select enqueue_job('test', context => ${bomb})`,
+      () =>
+        db.sql`insert into jobs (kind, context) values ('test', jsonb_build_object('x', repeat('é', 2000000)))`,
+      () => db.sql`select enqueue_job('test', ${small})`,
+      () => db.sql`insert into jobs (kind, payload) select 'test', document from public.kept`, // compressed
+    ]
+  ) {
+    const startedAt = performance.now();
+    await assert.rejects(async () => await enqueue(), {
+      code: "22023",
+      message: /^jobs: the (payload|context) has more/,
+    });
+    assert.ok(performance.now() - startedAt < 2000);
+  }
+  await db.sql`drop table public.kept`;
+  assert.equal((await db.sql`select from jobs`).count, 0);
 });

@@ -110,7 +110,12 @@ Deno.test("one entry that is not usable is named, and nothing of the batch is en
     [{ kind: "test", dedupe_key: "x".repeat(513) }, /dedupe_key has 513 characters/],
     [{ kind: "test", dedupe_key: "k", dedupe: "always" }, /dedupe 'always' is not/],
     [{ kind: "test", concurrency_key: "x".repeat(513) }, /concurrency_key has 513 characters/],
-    [{ kind: "test", payload: { x: "é".repeat(2_000_000) } }, /payload has 4000009 bytes of JSON/],
+    [
+      { kind: "test", payload: { x: "é".repeat(2_000_000) } },
+      /payload or context has more than 4000000 bytes/,
+    ],
+    [{ kind: "test", context: "x".repeat(4_000_000) }, /payload or context has more than 4000000 bytes/],
+    [{ kind: "test", dedupe: "once" }, /dedupe is once, but there is no dedupe_key/],
   ];
   const good = { kind: "test", dedupe_key: "good" };
   for (const [entry, message] of cases) {

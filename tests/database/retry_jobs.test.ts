@@ -46,6 +46,25 @@ Deno.test("a dead job goes back with all its attempts, due at once, its failures
   assert.equal((await db.sql`select from job_failures where job_id = ${id}`).count, 2);
 });
 
+Deno.test("without arguments the dead jobs of all kinds go back; with nulls, or no ids, none do", async () => {
+  const ids = [await addDead("one"), await addDead("other")].sort();
+  for (
+    const args of [
+      "null",
+      "ids => null, kind => null",
+      "(select array_agg(id) from jobs where kind = 'none')",
+    ]
+  ) {
+    await assert.rejects(retry(args), {
+      code: "22023",
+      message: /ids and kind are null/,
+      hint: /without arguments/,
+    });
+  }
+  assert.deepEqual(await retry("'{}'"), []);
+  assert.deepEqual(await retry(""), ids);
+});
+
 Deno.test("by id, dead and cancelled jobs go back; others, and those of another kind than is given, stay as they are", async () => {
   const dead = await addDead();
   const other = await addDead("other");

@@ -106,15 +106,18 @@ function storable(result: unknown): Outcome {
       const cut = json.slice(0, CUT_RESULT_LENGTH).toWellFormed();
       return { completed: { cut, characters: json.length } };
     }
-    // The only escapes of this sort that JSON.stringify writes are U+0000 and lone surrogates.
-    const mended = json.replaceAll(
-      /\\(?:\\|u0000|ud[89a-f][\da-f]{2})/g,
-      (escape) => escape === "\\\\" ? escape : "\\ufffd",
-    );
-    return { completed: JSON.parse(mended) };
+    return { completed: JSON.parse(storableJson(json)) };
   } catch (error) {
     return { failed: cannotStore(error) };
   }
+}
+
+/** JSON with U+FFFD for what jsonb cannot hold: of escapes of this sort JSON.stringify writes only U+0000 and lone surrogates. */
+export function storableJson(json: string): string {
+  return json.replaceAll(
+    /\\(?:\\|u0000|ud[89a-f][\da-f]{2})/g,
+    (escape) => escape === "\\\\" ? escape : "\\ufffd",
+  );
 }
 
 /** The end of an attempt whose result is the trouble. */

@@ -1,6 +1,6 @@
 import { z } from "zod";
 import { kinds } from "../_app/kinds.ts";
-import { type App, describeIssue } from "./attempt.ts";
+import { type App, describeIssue, storableJson } from "./attempt.ts";
 import { callDatabase, inSnakeCase } from "./database.ts";
 import { errorText, JobError } from "./errors.ts";
 import type { Handler, HandlersOf } from "./kinds.ts";
@@ -91,8 +91,14 @@ async function toArguments(where: string, kind: Kind, payload: unknown, options:
   }
   assertJson(payload, `${where}: payload of ${kind}`);
   assertJson(options.context, `${where}: context`);
-  // As given, not as parsed: the worker parses it again, and a schema that transforms would do so twice.
   const { delay, availableAt } = options;
+  if (delay !== undefined && !Number.isFinite(delay)) {
+    throw new JobError("22023", `${where}: delay is not a number of seconds`);
+  }
+  if (availableAt !== undefined && !(availableAt instanceof Date && Number.isFinite(availableAt.getTime()))) {
+    throw new JobError("22023", `${where}: availableAt is not a Date with a time`);
+  }
+  // As given, not as parsed: the worker parses it again, and a schema that transforms would do so twice.
   return inSnakeCase({
     ...options,
     kind,
@@ -102,12 +108,19 @@ async function toArguments(where: string, kind: Kind, payload: unknown, options:
   });
 }
 
-/** Throws JobError `invalid_payload` for what JSON cannot hold: on its way it would be changed, or look like a lost connection. */
+/** Throws JobError `invalid_payload` for what JSON or jsonb cannot hold: it would look like a lost connection, or name no entry. */
 function assertJson(value: unknown, what: string): void {
+  let json: string | undefined;
   try {
-    JSON.stringify(value);
+    json = JSON.stringify(value);
   } catch (error) {
     throw new JobError("invalid_payload", `${what} has no JSON: ${errorText(error)}`);
+  }
+  if (json && storableJson(json) !== json) {
+    throw new JobError(
+      "invalid_payload",
+      `${what} has U+0000 or half a surrogate pair, which jsonb cannot hold`,
+    );
   }
 }
 

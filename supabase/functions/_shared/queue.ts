@@ -114,11 +114,15 @@ export async function cancelJobs(jobs: string[]): Promise<string[]> {
   return ids.parse(await callDatabase("cancel_jobs", { ids: jobs }));
 }
 
-/** Puts dead jobs back, or cancelled ones by their ids, with all their attempts; the ids of those that now wait. */
+/**
+ * Puts dead jobs of a kind back, or dead and cancelled ones by their ids, with all their attempts; the ids of those that now
+ * wait. Throws JobError 22023 when neither is given.
+ */
 export async function retryJobs(
-  which: { ids?: string[]; kind?: string; maxJobs?: number },
+  { ids: jobs, kind, maxJobs }: { ids?: string[]; kind?: string; maxJobs?: number },
 ): Promise<string[]> {
-  return ids.parse(await callDatabase("retry_jobs", which));
+  // Null, where leaving it out would mean any job.
+  return ids.parse(await callDatabase("retry_jobs", { ids: jobs ?? null, kind: kind ?? null, maxJobs }));
 }
 
 /** Deletes what has ended and whose time is over, as the tick does; gives back how many. */
