@@ -101,7 +101,7 @@ end $$;
 
 -- How many jobs of a kind its limits let start at that time, at most `max_jobs`.
 create function private.free_places(kind text, max_jobs int, at timestamptz) returns int
-language plpgsql set search_path = pg_catalog, pg_temp as $$
+language plpgsql stable set search_path = pg_catalog, pg_temp as $$
 declare
   limits record;
   places int := max_jobs;
@@ -231,11 +231,12 @@ end $$;
 -- Many jobs may wait for few keys, and many keys for a later time. So it looks at the first jobs in their order and,
 -- where they do not do, at the first jobs of as many keys, from the one after `at_key` on and round again; then at four times
 -- as many, until it has come to the end of either. What only some of the keys have must not go ahead of the first 500
--- jobs; once 2000 have been looked at, fewer than `max_jobs` will do.
+-- jobs; once 2000 have been looked at, fewer than `max_jobs` will do. After 5000 of either it leaves off, unless `fully`: `cut`
+-- says so, and the next claim goes on after `at_key`, so that a kind with very many of both holds up no other.
 -- Stable, so that all of it sees one moment: a place that gets free meanwhile is not for the second job of its key.
 create function private.choose_keyed_jobs(
-  kind text, max_jobs int, due timestamptz, lowest_first boolean, most int, taken uuid[], passed uuid[], inout at_key text,
-  out ids uuid[], out keys text[], out suspects uuid[]
+  kind text, max_jobs int, due timestamptz, lowest_first boolean, most int, taken uuid[], passed uuid[], fully boolean,
+  inout at_key text, out ids uuid[], out keys text[], out suspects uuid[], out cut boolean
 )
 language plpgsql stable set search_path = pg_catalog, pg_temp as $$
 declare
@@ -350,16 +351,19 @@ begin
       suspects := suspects || more.suspects;
       exit when more.all_keys or cardinality(ids) - cardinality(suspects) >= max_jobs or look_at >= 2000 and ids <> '{}';
     end if;
+    cut := look_at >= 5000 and not fully;
+    exit when cut;
     look_at := 4 * look_at;
   end loop;
   at_key := coalesce(more.last_key, at_key);
 end $$;
 
 -- Up to `max_jobs` jobs of these kinds, locked, within their limits: an equal part of each; for each suspect there may be one
--- job more. `more` are the kinds of which there was no part left, and those that may have more than their part.
+-- job more. `more` are the kinds of which there was no part left, and those that may have more than their part; `cut`: of one
+-- not all keys were looked at.
 create function private.pick_jobs(
   kinds text[], max_jobs int, due timestamptz, taken uuid[], marked boolean, fully boolean,
-  out ids uuid[], out suspects uuid[], out more text[], out rated boolean
+  out ids uuid[], out suspects uuid[], out more text[], out rated boolean, out cut boolean
 )
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare
@@ -383,6 +387,7 @@ declare
   all_keyed uuid[] := '{}';
 begin
   rated := false;
+  cut := false;
   more := kinds[max_jobs + 1 :];
   for settings in
     select u.kind, max_jobs / cardinality(kinds) + (u.nth <= max_jobs % cardinality(kinds))::int as part,
@@ -429,12 +434,13 @@ begin
       select t.at into key from private.turns t where t.kind = wanted_kinds[nth];
       select * into chosen from private.choose_keyed_jobs(
         wanted_kinds[nth], wanted[nth] - (cardinality(keyed) - cardinality(keyed_suspects)), due, lowest_first,
-        most[nth], taken || keyed, passed, key
+        most[nth], taken || keyed, passed, fully, key
       );
-      exit when cardinality(chosen.ids) = 0;
-      if chosen.at_key <> key then
+      cut := cut or coalesce(chosen.cut, false);
+      if chosen.at_key <> key and (chosen.cut or cardinality(chosen.ids) > 0) then
         update private.turns t set at = chosen.at_key where t.kind = wanted_kinds[nth];
       end if;
+      exit when cardinality(chosen.ids) = 0;
       got := array(
         select j.id from unnest(chosen.ids, chosen.keys) c(id, key)
         join public.jobs j on j.id = c.id and j.concurrency_key = c.key
@@ -553,6 +559,7 @@ declare
   marked boolean;
   fully boolean := false;
   rated boolean := false;
+  cut boolean := false;
   claimed_at constant timestamptz := clock_timestamp();
 begin
   if claim_jobs.worker is null or claim_jobs.worker = '' then
@@ -597,18 +604,22 @@ begin
         ids := ids || picked.ids;
         suspects := suspects || picked.suspects;
         rated := rated or picked.rated;
+        cut := cut or picked.cut;
         left_kinds := picked.more;
       end loop;
 
       -- Of more than 32 kinds these may all be waiting for later: then the next ones are looked at.
       exit when cardinality(ids) > 0 or claim_jobs.kinds is not null or start is null or once_round;
     end loop;
-    exit when cardinality(ids) > 0 or fully or not marked;
+    exit when cardinality(ids) > 0 or fully or not (marked or cut);
     fully := true;
     start := coalesce(start, '');
     first_kind := null;
   end loop;
-  if claim_jobs.kinds is null and start is not null and cardinality(ids) > 0 and private.take_turn('') then
+  -- After 3200 kinds of which none has anything it leaves off, and the next claim goes on there.
+  if claim_jobs.kinds is null and start is not null and (cardinality(ids) > 0 or once_round is not true)
+    and private.take_turn('')
+  then
     update private.turns t set at = start where t.kind = '';
   end if;
 

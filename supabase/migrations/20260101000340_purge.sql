@@ -22,18 +22,25 @@ begin
   union select u.kind from unsettled u where u.kind <> '';
 end $$;
 
--- Since when the jobs of a kind must have ended to stay, by their status.
-create function private.keep_since(kind text) returns table (status text, since timestamptz)
-language sql set search_path = pg_catalog, pg_temp as $$
+-- The kinds that have jobs which ended so long ago that they should be gone, and since `late` then; and since when the others
+-- of their status must have ended to stay.
+create function private.purgeable_kinds(late interval) returns table (kind text, status text, since timestamptz)
+language plpgsql set search_path = pg_catalog, pg_temp as $$
+begin
   -- Postgres before 17 has no time that lies an endless interval back.
-  select s.status, clock_timestamp() - least(s.keep, interval '1000 years') from (select) one
-  left join public.job_kinds k on k.kind = keep_since.kind
-  cross join lateral (values
-    ('succeeded', coalesce(k.keep_succeeded, interval '7 days')),
-    ('dead', coalesce(k.keep_dead, interval '30 days')),
-    ('cancelled', coalesce(k.keep_cancelled, interval '7 days'))
-  ) s(status, keep)
-$$;
+  return query
+  select a.kind, s.status, s.since from private.known_kinds() a(kind) left join public.job_kinds k on k.kind = a.kind
+  cross join lateral (
+    select v.status, clock_timestamp() - least(v.keep, interval '1000 years') as since from (values
+      ('succeeded', coalesce(k.keep_succeeded, interval '7 days')),
+      ('dead', coalesce(k.keep_dead, interval '30 days')),
+      ('cancelled', coalesce(k.keep_cancelled, interval '7 days'))
+    ) v(status, keep) offset 0
+  ) s
+  cross join lateral (
+    select from public.jobs j where j.kind = a.kind and j.status = s.status and j.finished_at < s.since - late limit 1
+  ) j;
+end $$;
 
 -- Deletes up to `max_jobs` jobs whose time is over, and returns how many; and starts that no rate counts any more. Kinds come
 -- in an order that changes, so that one with many leaves the others their turn. What cannot be deleted, such as jobs that a
@@ -46,14 +53,13 @@ declare
   deleted int;
   total int := 0;
 begin
+  -- Of a kind that is claimed its claims delete them.
+  delete from private.starts s where s.at < clock_timestamp() - interval '31 days';
   for ended in
-    select k.kind, s.status, s.since from private.known_kinds() k(kind) cross join lateral private.keep_since(k.kind) s
-    order by random()
+    select k.kind, k.status, k.since from private.purgeable_kinds(interval '0') k order by random()
   loop
     exit when total >= purge_jobs.max_jobs;
     begin
-      -- Of a kind that is claimed its claims delete them.
-      delete from private.starts s where s.kind = ended.kind and s.at < clock_timestamp() - interval '31 days';
       delete from public.jobs d
       where d.id = any (array(
         select j.id from public.jobs j
@@ -71,5 +77,5 @@ begin
   return total;
 end $$;
 
-revoke all on function private.known_kinds, private.keep_since, public.purge_jobs from public, anon, authenticated;
-grant execute on function private.known_kinds, private.keep_since, public.purge_jobs to service_role;
+revoke all on function private.known_kinds, private.purgeable_kinds, public.purge_jobs from public, anon, authenticated;
+grant execute on function private.known_kinds, private.purgeable_kinds, public.purge_jobs to service_role;

@@ -153,7 +153,7 @@ create trigger wake_again after update on public.jobs
 -- How many jobs of one kind are due, without and with a concurrency key, each counted to `max_jobs` at least, and since when
 -- the oldest: one step through the indexes for each priority that waits.
 create function private.count_due_jobs(kind text, max_jobs int, out plain int, out keyed int, out oldest timestamptz)
-language plpgsql set search_path = pg_catalog, pg_temp as $$
+language plpgsql stable set search_path = pg_catalog, pg_temp as $$
 declare
   level int := 101;
 begin
@@ -194,7 +194,7 @@ end $$;
 -- How many jobs of one kind a claim could give, counted to `max_jobs`, and since when it could have given the first of
 -- them: what is due, within the kind's limits. A kind with limits waits from its last start or success on.
 create function private.count_ready_jobs(kind text, max_jobs int, out ready int, out since timestamptz)
-language plpgsql set search_path = pg_catalog, pg_temp as $$
+language plpgsql stable set search_path = pg_catalog, pg_temp as $$
 declare
   due record;
 begin
@@ -203,8 +203,8 @@ begin
     select * into due from private.count_due_jobs(kind, max_jobs);
     if due.keyed > 0 then
       due.keyed := (
-        select cardinality(c.ids)
-        from private.choose_keyed_jobs(kind, least(ready, 500), clock_timestamp(), false, 5, '{}', '{}', '') c
+        select greatest(cardinality(c.ids), c.cut::int) -- there may be one, if not all were looked at
+        from private.choose_keyed_jobs(kind, least(ready, 500), clock_timestamp(), false, 5, '{}', '{}', false, '') c
       );
     end if;
     ready := least(ready, due.plain + due.keyed);
@@ -402,9 +402,9 @@ begin
     detail := format('last poke (%s), at %s: %s', answer.reason, date_trunc('second', answer.poked_at), case
       when answer.id is null then 'no answer is kept'
       when answer.status_code is null then coalesce(answer.error_msg, 'timed out')
-      else answer.status_code || case when ok then '' else coalesce(' ' || left(answer.content, 300), '') end end);
-    -- A server that is not ours may send back what it was sent.
-    detail := replace(detail, coalesce(private.first_cron_secret(), ''), '…');
+      else answer.status_code || case when ok then '' else coalesce(
+        -- A server that is not ours may send back what it was sent.
+        ' ' || left(replace(answer.content, coalesce(private.first_cron_secret(), ''), '…'), 300), '') end end);
     todo := case
       when answer.id is null then
         'Ask again in a few seconds. If it stays so, pg_net keeps no answers: see its setting pg_net.ttl.'
@@ -489,6 +489,8 @@ begin
             when detail like '%has never run' then
               'Wait ten seconds. If it stays so, pg_cron is not running: restart the database.'
             when detail not like 'last run%' then 'Run select enable_dispatch().'
+            when run.return_message like '%lock timeout%' then
+              'Look in pg_stat_activity for an old transaction: it keeps a table or rows locked.'
             when run.status = 'failed' then 'Mend what the message names.'
             when run.status = 'succeeded' then 'pg_cron has stopped running jobs: restart the database.'
             else 'The tick does not end: look in pg_stat_activity for what holds it up, or restart the database.' end;
@@ -500,16 +502,16 @@ begin
           ok := coalesce(ready.oldest > clock_timestamp() - interval '30 seconds', true);
           detail := case when ready.total = 0 then 'none' else format('%s%s, the oldest due since %s',
             ready.total, case when ready.total = 10000 then '+' end, date_trunc('second', ready.oldest)) end;
-          todo := 'Mend the items above. '
-            'If all hold, read the log of job-worker: it fails, or has more work than it can do.';
+          todo := 'Mend the items above. If all hold, look in pg_stat_activity for an old transaction, which may keep rows '
+            'locked, and read the log of job-worker: it fails, takes not all kinds, or has more work than it can do.';
         when 'leases' then
           -- Of jobs whose worker is gone, and which the tick should have taken back.
           select min(j.lease_expires_at) into found_at from public.jobs j where j.status = 'running';
           ok := coalesce(found_at > clock_timestamp() - interval '30 seconds', true);
           detail := case when ok then 'none has run out'
             else format('one has run out at %s', date_trunc('second', found_at)) end;
-          todo := 'The tick takes such jobs back: mend it. '
-            'If it holds, somebody keeps the job''s row locked: look in pg_stat_activity.';
+          todo := 'The tick takes such jobs back: mend it. If it holds, somebody keeps the job''s row locked: look in '
+            'pg_stat_activity; or a trigger of yours raises: the log of Postgres has it as a warning.';
         when 'kinds' then
           -- Of jobs that died within the last day because no worker knew their kind: see declare_job_kinds.
           select string_agg(distinct d.kind, ', ') into found_text from (
@@ -524,12 +526,8 @@ begin
             'If the kind is a slip, delete them.';
         when 'purge' then
           -- Jobs that it should have deleted an hour ago.
-          select string_agg(format('%s (%s)', k.kind, s.status), ', ') into found_text
-          from private.known_kinds() k(kind) cross join lateral private.keep_since(k.kind) s
-          cross join lateral (
-            select from public.jobs j
-            where j.kind = k.kind and j.status = s.status and j.finished_at < s.since - interval '1 hour' limit 1
-          ) j;
+          select string_agg(format('%s (%s)', k.kind, k.status), ', ') into found_text
+          from private.purgeable_kinds(interval '1 hour') k;
           ok := found_text is null;
           detail := coalesce('should be deleted since an hour or more: ' || left(found_text, 300), 'none is late');
           todo := 'The tick deletes 10,000 every ten seconds; what stops it is a warning in the log of Postgres.'

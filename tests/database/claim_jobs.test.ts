@@ -344,6 +344,15 @@ Deno.test("a due job is found at once, however many kinds wait for later", async
   assert.deepEqual(await claim(db.sql), []);
 });
 
+Deno.test("a due job behind more kinds than a claim looks through is found by one of the next claims", async () => {
+  await db.sql`
+    insert into jobs (kind, available_at)
+    select 'kind_' || lpad(n::text, 4, '0'), clock_timestamp() + interval '1 hour' from generate_series(1, 3300) n`;
+  const id = await enqueue(db.sql, "z_last");
+  const claims = [await claim(db.sql), await claim(db.sql)].flat();
+  assert.deepEqual(claims.map((job) => job.id), [id]);
+});
+
 Deno.test("a due job is found wherever a round of the kinds begins and ends", async () => {
   await db.sql`
     insert into jobs (kind, available_at)

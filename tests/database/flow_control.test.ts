@@ -367,6 +367,22 @@ Deno.test("where few keys have many jobs and many keys wait for later, an empty 
   }
 });
 
+Deno.test("a kind with very many due jobs of one key and very many keys of later costs others little, and hides none of its own", async () => {
+  const sql = db.connect("postgres", { max: 1 });
+  await add(12_000, "large", "busy");
+  await db.sql`
+    insert into jobs (kind, concurrency_key, available_at)
+    select 'large', 'key ' || lpad(n::text, 5, '0'), clock_timestamp() + interval '1 hour' from generate_series(1, 12000) n`;
+  assert.equal((await claim(sql)).length, 1);
+  await enqueue(db.sql, "other");
+  const { rows, buffers } = await cost(sql, "select * from claim_jobs('w', 10)");
+  assert.equal(rows, 1);
+  assert.ok(buffers < 60_000, `${buffers} buffers`);
+  await add(1, "large", "key 11999");
+  assert.equal((await claim(sql)).length, 1, "when there is nothing else, all keys are looked at");
+  assert.equal((await claim(sql)).length, 0);
+});
+
 Deno.test("what runs is counted by its key, also with statistics from a time when nothing ran", async () => {
   await add(3_000, "test", "key #");
   await db.sql`analyze jobs`;

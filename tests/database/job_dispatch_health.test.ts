@@ -186,6 +186,8 @@ Deno.test("a server that sends back what it was sent does not bring the secret h
   await recordAnswer(db.sql, { status: 200, content: `{"authorization": "Bearer ${cronSecret}"}` });
   const { detail } = await item(db.sql, "worker");
   assert.match(detail, /: 200 {"authorization": "Bearer …"}/);
+  await recordAnswer(db.sql, { status: 500, content: "x".repeat(270) + cronSecret });
+  assert.match((await item(db.sql, "worker")).detail, /x…/, "cut after it is taken out");
 });
 
 Deno.test("what a worker accepts proves less than what it was last found to do; what it refuses proves enough", async () => {
