@@ -5,11 +5,11 @@ import { only } from "./queue.ts";
 
 /**
  * Random sequences of everything that is done to jobs, by 2 to 16 workers at once, against what must hold whatever they do.
- * MODEL_SEQUENCES=5000 runs that many instead of 250; MODEL_SEED=7 begins with that one, which a failure names. What each
+ * MODEL_SEQUENCES=5000 runs that many instead of 150; MODEL_SEED=7 begins with that one, which a failure names. What each
  * worker does is the same again with the same seed; how they interleave is not.
  */
 
-const sequences = Number(Deno.env.get("MODEL_SEQUENCES") ?? 250);
+const sequences = Number(Deno.env.get("MODEL_SEQUENCES") ?? 150);
 const firstSeed = Number(Deno.env.get("MODEL_SEED") ?? crypto.getRandomValues(new Uint32Array(1))[0]);
 const lanes = 3;
 

@@ -70,10 +70,9 @@ Deno.test("the README", async (t) => {
       await edit("kinds.ts", "export const kinds = {", `export const kinds = {\n${kind}`);
       await Deno.writeTextFile(join(app, "handlers/resize_image.ts"), handler ?? "");
       await Deno.mkdir(join(app, "../example"));
-      const importMany = 'import { enqueueJobs } from "../_shared/jobs.ts";';
       await Deno.writeTextFile(
         join(app, "../example/index.ts"),
-        [enqueue, importMany, enqueueMany].join("\n"),
+        [enqueue, enqueueMany].join("\n"),
       );
       const without = await check();
       assert.notEqual(without.code, 0);
