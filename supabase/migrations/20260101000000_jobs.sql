@@ -218,16 +218,20 @@ begin
     null;
   end;
 
-  perform private.requeue_jobs(array(
-    select row(d.id, d.available_at, greatest(d.attempts - 1, 0), d.last_error)::private.requeued_job
-    from jsonb_array_elements(declarations) e
-    cross join lateral (
-      select o.* from public.jobs o
-      where o.kind = e ->> 'kind' and o.status = 'dead' and o.last_error like 'unknown_kind:%'
-        and o.last_error = 'unknown_kind: ' || o.kind and o.finished_at > (select clock_timestamp()) - interval '1 day'
-      limit 1000 for no key update skip locked
-    ) d
-  ));
+  begin
+    perform private.requeue_jobs(array(
+      select row(d.id, d.available_at, greatest(d.attempts - 1, 0), d.last_error)::private.requeued_job
+      from jsonb_array_elements(declarations) e
+      cross join lateral (
+        select o.* from public.jobs o
+        where o.kind = e ->> 'kind' and o.status = 'dead' and o.last_error like 'unknown_kind:%'
+          and o.last_error = 'unknown_kind: ' || o.kind and o.finished_at > (select clock_timestamp()) - interval '1 day'
+        limit 1000 for no key update skip locked
+      ) d
+    ));
+  exception when others then
+    raise warning 'declare_job_kinds: jobs that died because their kind was not known stay dead: %', sqlerrm;
+  end;
 
   return query
   select k.kind, coalesce(k.max_attempts, 5), coalesce(k.timeout_ms, 45000) from public.job_kinds k

@@ -12,36 +12,43 @@
 --   * Batches take their keys in one order, so that two of them cannot deadlock.
 
 -- Payload and context have 4 MB of JSON at most, however they come in: a claim of ten must fit into a function's memory, and
--- into the API's time. The condition is looked at by the insert itself; an update of the job never does.
+-- into the API's time. Updates are not looked at: they come from the functions here, or know what they do.
 --
--- In jsonb 1e131071 has few bytes, and as text 131,072: so what is larger than a page is searched for such numbers first, or
--- to find out that it is too large would take the memory of the server.
+-- In jsonb 1e131071 has few bytes, and as text 131,072: so the numbers of what is larger than a page are written out one by
+-- one first, or to find out that it is too large would take the memory of the server.
 create function private.is_too_large(document jsonb) returns boolean
 language plpgsql immutable strict set search_path = pg_catalog, pg_temp as $$
 declare
   bytes constant int := pg_column_size(document #> '{}'); -- as it is in memory: from a table it may come compressed
+  written int := 0;
+  number jsonb;
 begin
   if bytes > 16000000 then return true; end if;
-  if bytes > 8000 and exists (
-    select from jsonb_path_query(document, '$.** ? (@.type() == "number")') n where length(n::text) > 1000
-  ) then
-    return true;
+  if bytes > 8000 then
+    -- Not from the path itself: its results, one by one, cost the square of how many they are.
+    for number in
+      select n from jsonb_array_elements(jsonb_path_query_array(document, 'strict $.** ? (@.type() == "number")')) n
+    loop
+      written := written + length(number::text);
+      if written > 4000000 then return true; end if;
+    end loop;
   end if;
   return octet_length(document::text) > 4000000;
 end $$;
+-- Security definer: whoever may insert jobs need not be granted the above.
 create function private.refuse_json() returns trigger
-language plpgsql set search_path = pg_catalog, pg_temp as $$
+language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
 begin
-  raise exception 'jobs: % has more than 4000000 bytes of JSON, or a number of more than 1000 characters',
-    case when private.is_too_large(new.payload) then 'the payload' else 'the context' end
-    using errcode = '22023', hint = 'Keep it in Storage or in a table of yours, and enqueue where it is.';
+  if private.is_too_large(new.payload) or private.is_too_large(new.context) then
+    raise exception 'jobs: payload or context has more than 4000000 bytes of JSON'
+      using errcode = '22023', hint = 'Keep it in Storage or in a table of yours, and enqueue where it is.';
+  end if;
+  return new;
 end $$;
 revoke all on function private.is_too_large, private.refuse_json from public, anon, authenticated, service_role;
 grant execute on function private.is_too_large to service_role;
 
-create trigger refuse_json before insert on public.jobs
-  for each row when (private.is_too_large(new.payload) or private.is_too_large(new.context))
-  execute function private.refuse_json();
+create trigger refuse_json before insert on public.jobs for each row execute function private.refuse_json();
 
 -- A job to be enqueued, as it is given; once it has been checked, without a delay.
 create type private.new_job as (
@@ -209,7 +216,7 @@ begin
       job.priority := coalesce(job.priority, 0);
       job.dedupe := coalesce(job.dedupe, 'active');
       if private.is_too_large(job.payload) or private.is_too_large(job.context) then
-        raise exception 'payload or context has more than 4000000 bytes of JSON, or a number of more than 1000 characters'
+        raise exception 'payload or context has more than 4000000 bytes of JSON'
           using errcode = '22023', hint = 'Keep it in Storage or in a table of yours, and enqueue where it is.';
       end if;
       given := given || private.check_job(job);

@@ -141,6 +141,8 @@ declare
   begins timestamptz[]; -- where to begin at these marks; null: from the first job on
   pages bigint := pg_stat_get_xact_blocks_fetched('public.jobs_ready'::regclass);
   step record;
+  extra uuid[];
+  others int; -- than suspects
 begin
   ids := '{}';
   suspects := '{}';
@@ -190,12 +192,25 @@ begin
       ) p
       where k.wanted > 0
     loop
+      -- Those behind suspects do not wait until the last of them has had its turn.
+      extra := '{}';
+      if cardinality(step.suspects) > 0 then
+        extra := array(
+          select j.id from public.jobs j
+          where j.status = 'pending' and j.concurrency_key is null and j.kind = step.kind and j.priority = step.level
+            and j.available_at >= coalesce(step.since, '-infinity') and j.available_at <= due
+            and j.id <> all (taken || ids || step.ids)
+            and (j.attempts + 2 >= coalesce(j.max_attempts, step.most) and j.last_error like 'lease expired:%') is not true
+          order by j.available_at, j.id limit cardinality(step.suspects) for no key update skip locked
+        );
+      end if;
+      others := cardinality(step.ids) - cardinality(step.suspects) + cardinality(extra);
       levels[step.nth] := step.level;
-      wanted[step.nth] := case when step.level is null then 0 else wanted[step.nth] - cardinality(step.ids) end;
-      counts[step.nth] := counts[step.nth] + cardinality(step.ids);
-      ids := ids || step.ids;
+      wanted[step.nth] := case when step.level is null then 0 else wanted[step.nth] - others end;
+      counts[step.nth] := counts[step.nth] + others;
+      ids := ids || step.ids || extra;
       suspects := suspects || step.suspects;
-      if step.pages - pages > 20 + cardinality(step.ids) / 20 then
+      if step.level is not null and step.pages - pages > 20 + cardinality(step.ids) / 20 then
         if private.take_turn('') then
           insert into private.low_water as m
           values (
@@ -208,16 +223,6 @@ begin
         end if;
       elsif step.marked and step.since is null and private.take_turn('') then
         delete from private.low_water m where m.kind = step.kind and m.priority = step.level;
-      end if;
-      -- Those behind them do not wait until the last of them has had its turn.
-      if cardinality(step.suspects) > 0 then
-        ids := ids || array(
-          select j.id from public.jobs j
-          where j.status = 'pending' and j.concurrency_key is null and j.kind = step.kind and j.priority = step.level
-            and j.available_at >= coalesce(step.since, '-infinity') and j.available_at <= due and j.id <> all (taken || ids)
-            and (j.attempts + 2 >= coalesce(j.max_attempts, step.most) and j.last_error like 'lease expired:%') is not true
-          order by j.available_at, j.id limit cardinality(step.suspects) for no key update skip locked
-        );
       end if;
       pages := step.pages;
     end loop;
@@ -596,7 +601,8 @@ begin
       left_kinds := waiting;
       if cardinality(waiting) > 1 or claim_jobs.except_kinds is not null then
         left_kinds := array(
-          select k from unnest(waiting) k where k <> all (coalesce(claim_jobs.except_kinds, '{}')) order by random()
+          select k from unnest(waiting) k where k <> all (array_remove(coalesce(claim_jobs.except_kinds, '{}'), null))
+          order by random()
         );
       end if;
       while cardinality(left_kinds) > 0 and cardinality(ids) < claim_jobs.max_jobs loop

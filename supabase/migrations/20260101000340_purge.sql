@@ -53,8 +53,12 @@ declare
   deleted int;
   total int := 0;
 begin
-  -- Of a kind that is claimed its claims delete them.
-  delete from private.starts s where s.at < clock_timestamp() - interval '31 days';
+  begin
+    -- Of a kind that is claimed its claims delete them.
+    delete from private.starts s where s.at < clock_timestamp() - interval '31 days';
+  exception when lock_not_available then
+    null;
+  end;
   for ended in
     select k.kind, k.status, k.since from private.purgeable_kinds(interval '0') k order by random()
   loop

@@ -432,7 +432,7 @@ end $$;
 revoke all on function private.check_worker from public, anon, authenticated, service_role;
 
 -- Whether jobs get started, one row for each thing that must hold: what it is, whether it holds (null: not known yet), what
--- was seen, and what to do. Secrets are not shown. Asks the worker: see private.try_worker. Never fails, and waits for no
+-- was seen, and what to do. Secrets are not shown. Asks the worker: see private.check_worker. Never fails, and waits for no
 -- lock longer than half a second: an item that cannot be looked at says why.
 create function public.job_dispatch_health() returns table (item text, ok boolean, detail text, todo text)
 language plpgsql security definer set search_path = pg_catalog, pg_temp

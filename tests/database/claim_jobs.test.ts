@@ -486,6 +486,31 @@ Deno.test("what has ended while a transaction stays open is walked over once: a 
   assert.equal(await marks(), 0);
 });
 
+Deno.test("what never was, or was cancelled, of a lower priority is walked over, and claims go on", async () => {
+  const lower = JSON.stringify(Array.from({ length: 4000 }, () => ({ kind: "a", priority: -50 })));
+  const holder = await openTransaction(db);
+  await holder.sql`select count(*) from enqueue_jobs(${lower}::text::jsonb)`;
+  await holder.sql`rollback`;
+  await db.sql`select count(*) from enqueue_jobs(${lower}::text::jsonb)`;
+  await db.sql`select cancel_jobs(array(select id from jobs))`;
+  const ids = [await enqueue(db.sql, "a"), await enqueue(db.sql, "other")].sort();
+  assert.deepEqual((await claim(db.sql)).map((job) => job.id).sort(), ids);
+  assert.deepEqual(await claim(db.sql), []);
+});
+
+Deno.test("suspects of a higher priority do not hold up what is below them", async () => {
+  await db.sql`
+    insert into jobs (kind, attempts, last_error, priority) select 'test', 3, ${lost}, 5 from generate_series(1, 30)`;
+  await db.sql`insert into jobs (kind) select 'test' from generate_series(1, 40)`;
+  const claims: number[] = [];
+  while (claims.reduce((sum, n) => sum + n, 0) < 40 && claims.length < 40) {
+    const rows = await db.sql`select suspect from claim_jobs('w', 10)`;
+    claims.push(rows.filter(({ suspect }) => !suspect).length);
+    assert.ok(rows.length === 1 || rows.every(({ suspect }) => !suspect));
+  }
+  assert.ok(claims.includes(10), `others in each claim: ${claims}`);
+});
+
 Deno.test("a job that comes in before a mark is found when it is time to look there, though others wait", async () => {
   const late = await openTransaction(db);
   await late.sql`insert into jobs (kind, payload) values ('test', '"late"')`;

@@ -211,8 +211,10 @@ async function operate(pool: postgres.Sql, sequence: Sequence, random: () => num
     const kind = pick(sequence.kinds);
     if (pausedKinds.has(kind)) return;
     pausedKinds.add(kind);
-    await pool`
-      insert into job_kinds (kind, paused) values (${kind}, true) on conflict (kind) do update set paused = true`;
+    // In a transaction: the client has the answer of a statement a moment before that commits.
+    await pool.begin((sql) =>
+      sql`insert into job_kinds (kind, paused) values (${kind}, true) on conflict (kind) do update set paused = true`
+    );
     const { since } = only(await pool`select clock_timestamp()::text as since`);
     await pool`select pg_sleep(${random() * 0.005})`;
     // As text, since the client would cut a time to milliseconds.
@@ -294,6 +296,8 @@ async function checkLimits(pool: postgres.Sql, sequence: Sequence): Promise<void
 
 /** With nobody else at work, a claim that gives nothing leaves nothing that could start. */
 async function checkQuiet(pool: postgres.Sql, sequence: Sequence): Promise<void> {
+  // The client has the answer of a claim a moment before that commits.
+  await pool.begin((sql) => sql`lock table private.turns in exclusive mode`);
   for (let i = 0; i < 100; i++) {
     const jobs = await pool<Held[]>`select id, lease_token from claim_jobs('w', 3, 60, ${sequence.kinds})`;
     sequence.held.push(...jobs.map(({ id, lease_token }) => ({ id, lease_token })));

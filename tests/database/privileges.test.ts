@@ -16,6 +16,7 @@ const apiRoles = ["anon", "authenticated"];
 const securityDefiners = [
   "private.poke",
   "private.prune_cron_history",
+  "private.refuse_json",
   "private.tick",
   "private.wake",
   "private.worker_endpoint",

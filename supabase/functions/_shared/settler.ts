@@ -68,7 +68,7 @@ export function createSettler(held: Set<Held>, results: Settled[], onSettled = (
           async (entry, error) => {
             if (!isRefused(error)) return settled(entry, "lost");
             // What a trigger raises may be over when the job is tried again.
-            const failure = { ...cannotStore(error), permanent: isAboutWhatWasSent(error) };
+            const failure = { ...cannotStore(error), permanent: !isSqlstate(error, /^(?!22|54)/) };
             await call([failed(entry, failure)], fail);
           },
         ),
@@ -85,7 +85,8 @@ export function createSettler(held: Set<Held>, results: Settled[], onSettled = (
 
   /**
    * Makes one settle call for a batch. When it is refused for what is in it, or for a row that somebody keeps locked, the
-   * batch is halved, so that one job holds up no other; when it fails otherwise, it is repeated: the token makes that safe.
+   * batch is halved, so that one job holds up no other; when it fails otherwise, it is repeated, which the token makes safe,
+   * and halved when the database refuses it again.
    */
   async function call<Told>(
     batch: Ended<Told>[],
@@ -99,7 +100,8 @@ export function createSettler(held: Set<Held>, results: Settled[], onSettled = (
         for (const { entry } of batch) settled(entry, answer.get(entry.job.id) ?? "lost", delayMs > 100);
         return;
       } catch (error) {
-        if (batch.length > 1 && (isRefused(error) || isBlocked(error))) {
+        const repeated = delayMs > 100;
+        if (batch.length > 1 && (isRefused(error) || isBlocked(error) || repeated && isSqlstate(error))) {
           await Promise.all(halves(batch).map((half) => call(half, send, giveUp)));
           return;
         }
@@ -156,14 +158,14 @@ export function isAboutWhatWasSent(error: unknown): boolean {
   return error instanceof JobError && /^(22|23|54|too_large)/.test(error.code);
 }
 
-/**
- * What would come again: the above, and whatever a trigger of the app may raise; not what the database says of connections,
- * resources, conflicts and locks (08, 40, 53, 55, 57, 58, XX), or of a function that is not there or not granted for now.
- */
+/** What would come again: the above, and what triggers and checks of the app raise (09, 27, 44, P0 and codes of its own). */
 function isRefused(error: unknown): boolean {
-  const isSqlstate = error instanceof JobError &&
-    /^(?!08|40|53|55|57|58|XX|42501|42883)[0-9A-Z]{5}$/.test(error.code);
-  return isSqlstate || isAboutWhatWasSent(error);
+  return isAboutWhatWasSent(error) || isSqlstate(error, /^(09|27|44|[I-WYZ])/);
+}
+
+/** The database itself says so, and not its API. */
+function isSqlstate(error: unknown, which = /^/): boolean {
+  return error instanceof JobError && /^[0-9A-Z]{5}$/.test(error.code) && which.test(error.code);
 }
 
 export const sleep = (ms: number) => new Promise<void>((resolve) => setTimeout(resolve, ms));

@@ -97,7 +97,8 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   let claiming = false;
   let gaveUp: unknown;
 
-  const takesAll = () => claimable()?.exceptKinds?.length === 0;
+  // But for kinds that nobody takes.
+  const takesAll = () => claimable()?.exceptKinds?.every((kind) => timeouts?.get(kind) === Infinity) ?? false;
   const isTold = () => signal?.aborted || retirement?.aborted;
   const pool: Pool = {
     hasRoom: () => accepting && !isTold() && takesAll() && running < slots && claimed < maxJobs,
