@@ -154,8 +154,10 @@ Deno.test("what a declaration costs does not depend on how many jobs there are, 
     insert into jobs (kind, status, finished_at, last_error)
     select 'test', case when n % 2 = 0 then 'dead' else 'succeeded' end, clock_timestamp(), 'Error: x'
     from generate_series(1, 20000) n`;
-  await declare(db.sql, {});
-  const { buffers } = await cost(db.sql, `select * from declare_job_kinds('[{"kind": "test"}]')`);
+  // On one connection: the first call of another reads the catalog.
+  const sql = db.connect("postgres", { max: 1 });
+  await declare(sql, {});
+  const { buffers } = await cost(sql, `select * from declare_job_kinds('[{"kind": "test"}]')`);
   assert.ok(buffers < 200, `${buffers} buffers`);
 });
 
@@ -174,7 +176,9 @@ Deno.test("what a declaration costs does not depend on how many jobs of other ki
     insert into jobs (kind, status, finished_at, last_error)
     select k, 'dead', clock_timestamp(), 'unknown_kind: ' || k
     from (select case when n % 2 = 0 then 'another' else 'zebra' end as k from generate_series(1, 10000) n) j`;
-  await declare(db.sql, {});
-  const { buffers } = await cost(db.sql, `select * from declare_job_kinds('[{"kind": "test"}]')`);
+  // On one connection: the first call of another reads the catalog.
+  const sql = db.connect("postgres", { max: 1 });
+  await declare(sql, {});
+  const { buffers } = await cost(sql, `select * from declare_job_kinds('[{"kind": "test"}]')`);
   assert.ok(buffers < 200, `${buffers} buffers`);
 });

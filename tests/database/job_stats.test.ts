@@ -234,9 +234,11 @@ Deno.test("what it reads does not grow with what there is", async () => {
     await addFinished(12_000, "succeeded", "0 s");
     await addFinished(12_000, "dead", "0 s");
   };
+  const sql = db.connect("postgres", { max: 1 }); // the first call of another reads the catalog
   const buffers = async () => {
     await db.sql`vacuum analyze jobs`;
-    return (await cost(db.sql, "select * from job_stats()")).buffers;
+    await cost(sql, "select * from job_stats()");
+    return (await cost(sql, "select * from job_stats()")).buffers;
   };
   await fill();
   const few = await buffers();
