@@ -257,6 +257,7 @@ declare
   walked int;
   more record;
 begin
+  cut := false;
   loop
     -- Not in (select …) looks up in a hash, where <> all (…) compares with one after the other.
     -- Between, and the order by key, leave one index to choose, whatever the statistics say.
@@ -396,7 +397,8 @@ begin
   more := kinds[max_jobs + 1 :];
   for settings in
     select u.kind, max_jobs / cardinality(kinds) + (u.nth <= max_jobs % cardinality(kinds))::int as part,
-      k.max_attempts, k.concurrency, k.rate_limit, k.paused, coalesce((
+      k.max_attempts, k.paused, coalesce(k.concurrency, k.rate_limit) is not null as limited,
+      k.rate_limit is not null as rated, coalesce((
         select true from public.jobs j where j.status = 'pending' and j.concurrency_key is not null and j.kind = u.kind
         order by j.priority desc, j.available_at, j.id limit 1
       ), false) as has_keys -- ordered, or the statistics choose between two indexes
@@ -405,18 +407,18 @@ begin
   loop
     continue when settings.paused;
     part := settings.part;
-    if settings.has_keys or settings.concurrency is not null or settings.rate_limit is not null then
+    if settings.has_keys or settings.limited then
       if current_setting('transaction_isolation') <> 'read committed' then
         raise exception 'claim_jobs: % has limits, and what runs can only be counted in a read committed transaction',
           settings.kind using errcode = '25000';
       end if;
       turn := private.take_turn(settings.kind);
-      if settings.concurrency is not null or settings.rate_limit is not null then
+      if settings.limited then
         continue when not turn;
         part := least(part, private.free_places(settings.kind, part + cardinality(taken), due) - (
           select count(*) from public.jobs j where j.id = any (taken) and j.kind = settings.kind
         ));
-        rated := rated or settings.rate_limit is not null;
+        rated := rated or settings.rated;
       end if;
       if settings.has_keys and turn and part > 0 then with_keys := with_keys || cardinality(wanted) + 1; end if;
     end if;
@@ -441,7 +443,7 @@ begin
         wanted_kinds[nth], wanted[nth] - (cardinality(keyed) - cardinality(keyed_suspects)), due, lowest_first,
         most[nth], taken || keyed, passed, fully, key
       );
-      cut := cut or coalesce(chosen.cut, false);
+      cut := cut or chosen.cut;
       if chosen.at_key <> key and (chosen.cut or cardinality(chosen.ids) > 0) then
         update private.turns t set at = chosen.at_key where t.kind = wanted_kinds[nth];
       end if;

@@ -339,9 +339,10 @@ end $$;
 -- Health. What fails shows within a minute: the limits leave a few rounds of the ten-second tick, so that one late run is
 -- no alarm.
 
--- What job-worker answered last. Has it tried, at most every 40 seconds whoever asks, which with the 15 that a poke may
--- take makes a minute; every ten while it does not work, so that what has been mended shows. This poke asks for jobs of a
--- kind that no app has, and for an answer once it has looked: any other is answered before it has been to the database.
+-- What job-worker answered last. Also pokes it to find out: at most every 40 seconds whoever asks, which with the 15 that a
+-- poke may take makes a minute; every ten while it does not work, so that what has been mended shows. This poke asks for jobs
+-- of the kind nightshift_health, of which there are none, and to be answered after the look at the database, where another
+-- poke is answered before it.
 create function private.check_worker(out ok boolean, out detail text, out todo text)
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 declare

@@ -317,6 +317,14 @@ Deno.test("a trigger of the app that raises as a job ends fails that attempt wit
     const refused = await enqueueOne("echo", { n: -1 });
     others.push(...await enqueue("echo", { n: 1 }, 4));
     await run();
+    // Some may have gone to a worker that an earlier test has poked, and which looks on for two seconds.
+    await until(
+      "each to be over",
+      async () =>
+        (await jobs([...others, refused])).every(({ status, attempts }) =>
+          status !== "running" && attempts > 0
+        ),
+    );
     for (const id of others) {
       const { status, attempts } = await job(id);
       assert.deepEqual([status, attempts], ["succeeded", 1]);

@@ -28,7 +28,8 @@ export function refuseWithoutCronSecret(request: Request): Response | null {
     return notConfigured();
   }
   const given = /^Bearer ([^\s]+)$/i.exec(request.headers.get("Authorization") ?? "")?.[1] ?? "";
-  const matches = secrets.map((secret) => timingSafeEqual(sha256(given), sha256(secret)));
+  const digest = sha256(given);
+  const matches = secrets.map((secret) => timingSafeEqual(digest, sha256(secret)));
   return matches.includes(true)
     ? null
     : problem(401, "Unauthorized", "Send CRON_SECRET as the bearer.", { "WWW-Authenticate": "Bearer" });

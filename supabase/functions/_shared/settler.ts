@@ -68,7 +68,7 @@ export function createSettler(held: Set<Held>, results: Settled[], onSettled = (
           async (entry, error) => {
             if (!isRefused(error)) return settled(entry, "lost");
             // What a trigger raises may be over when the job is tried again.
-            const failure = { ...cannotStore(error), permanent: !isSqlstate(error, /^(?!22|54)/) };
+            const failure = { ...cannotStore(error), permanent: hasCode(error, /^(22|54|too_large)/) };
             await call([failed(entry, failure)], fail);
           },
         ),
@@ -95,13 +95,14 @@ export function createSettler(held: Set<Held>, results: Settled[], onSettled = (
   ): Promise<void> {
     if (batch.length === 0) return;
     for (let delayMs = 100;; delayMs = Math.min(delayMs * 2, 5_000)) {
+      const repeated = delayMs > 100;
       try {
         const answer = await send(batch.map(({ told }) => told));
-        for (const { entry } of batch) settled(entry, answer.get(entry.job.id) ?? "lost", delayMs > 100);
+        for (const { entry } of batch) settled(entry, answer.get(entry.job.id) ?? "lost", repeated);
         return;
       } catch (error) {
-        const repeated = delayMs > 100;
-        if (batch.length > 1 && (isRefused(error) || isBlocked(error) || repeated && isSqlstate(error))) {
+        const fromDatabase = hasCode(error, /^[0-9A-Z]{5}$/); // and not from its API
+        if (batch.length > 1 && (isRefused(error) || isBlocked(error) || repeated && fromDatabase)) {
           await Promise.all(halves(batch).map((half) => call(half, send, giveUp)));
           return;
         }
@@ -144,7 +145,7 @@ function failed(entry: Held, failure: Omit<Failure, keyof Lease>, thrown?: unkno
 
 /** Somebody keeps a row locked: the call ran into a lock timeout or a statement timeout. */
 export function isBlocked(error: unknown): boolean {
-  return error instanceof JobError && (error.code === "55P03" || error.code === "57014");
+  return hasCode(error, /^(55P03|57014)$/);
 }
 
 /** Two halves of a list. */
@@ -155,17 +156,14 @@ export function halves<T>(list: T[]): [T[], T[]] {
 
 /** An error of class 22, 23 or 54, or a body that is too large for the API. */
 export function isAboutWhatWasSent(error: unknown): boolean {
-  return error instanceof JobError && /^(22|23|54|too_large)/.test(error.code);
+  return hasCode(error, /^(22|23|54|too_large)/);
 }
 
 /** What would come again: the above, and what triggers and checks of the app raise (09, 27, 44, P0 and codes of its own). */
 function isRefused(error: unknown): boolean {
-  return isAboutWhatWasSent(error) || isSqlstate(error, /^(09|27|44|[I-WYZ])/);
+  return isAboutWhatWasSent(error) || hasCode(error, /^(09|27|44|[I-WYZ][0-9A-Z])[0-9A-Z]{3}$/);
 }
 
-/** The database itself says so, and not its API. */
-function isSqlstate(error: unknown, which = /^/): boolean {
-  return error instanceof JobError && /^[0-9A-Z]{5}$/.test(error.code) && which.test(error.code);
-}
+const hasCode = (error: unknown, codes: RegExp) => error instanceof JobError && codes.test(error.code);
 
 export const sleep = (ms: number) => new Promise<void>((resolve) => setTimeout(resolve, ms));

@@ -285,16 +285,16 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
  * no lifetime is long enough for them.
  */
 async function declare(kinds: KindDeclarations): Promise<Map<string, number>> {
-  const entries = Object.entries(kinds);
   try {
     return await declareJobKinds(kinds);
   } catch (error) {
     if (!isAboutWhatWasSent(error)) throw error;
-    if (entries.length > 1) {
+    const [kind = "", ...others] = Object.keys(kinds);
+    if (others.length > 0) {
+      const entries = Object.entries(kinds);
       const each = await Promise.all(entries.map(([kind, declaration]) => declare({ [kind]: declaration })));
       return new Map(each.flatMap((declared) => [...declared]));
     }
-    const [kind = ""] = Object.keys(kinds);
     const todo = "Correct what _app/kinds.ts declares for it: its jobs wait.";
     log("error", "kind_not_declared", { kind, error: errorText(error), todo }, error);
     return new Map([[kind, Infinity]]);
