@@ -64,6 +64,7 @@ create table public.jobs (
   dedupe text not null default 'active' check (dedupe in ('active', 'waiting', 'replace', 'once')),
   concurrency_key text check (length(concurrency_key) between 1 and 512),
   context jsonb,
+  progress jsonb check (jsonb_typeof(progress) = 'object' and coalesce(jsonb_typeof(progress -> 'steps'), 'object') = 'object'),
   result jsonb,
   last_error text,
   created_at timestamptz not null default clock_timestamp(),
@@ -87,6 +88,9 @@ comment on column public.jobs.lease_token is 'Names one claim. Rises at every cl
 comment on column public.jobs.dedupe_key is 'Of jobs with the same kind and key only one is enqueued; dedupe says for how long.';
 comment on column public.jobs.dedupe is
   'Until when the job holds its key: active, while it waits or runs; waiting and replace, while it waits; once, while there is a row.';
+comment on column public.jobs.context is 'Who asked for the job: the user of the request unless given. See private.request_context().';
+comment on column public.jobs.progress is
+  'What the handler has kept for the next attempt. The field steps: what each step that has completed gave.';
 comment on column public.jobs.concurrency_key is 'Of jobs with the same kind and key, key_concurrency (1) run at once.';
 
 -- The order of the claim. It ends in id, or equal timestamps would be sorted at every claim. Jobs with a concurrency key

@@ -35,20 +35,38 @@ begin
   end if;
   return octet_length(document::text) > 4000000;
 end $$;
+
+-- Who is asking, of the request's JWT as the API has verified it: the user, the tenant, and the claims but for those of time,
+-- which are over when the job runs. Null where there is no user.
+create function private.request_context() returns jsonb
+language plpgsql stable set search_path = pg_catalog, pg_temp as $$
+declare
+  claims constant jsonb := nullif(current_setting('request.jwt.claims', true), '');
+begin
+  if coalesce(claims ->> 'sub', '') = '' then return null; end if;
+  return jsonb_build_object(
+    'user_id', claims ->> 'sub',
+    'tenant_id', coalesce(claims ->> 'tenant_id', claims #>> '{app_metadata,tenant_id}'),
+    'claims', claims - array['exp', 'iat', 'nbf', 'jti']
+  );
+end $$;
+
 -- Security definer: whoever may insert jobs need not be granted the above.
-create function private.refuse_json() returns trigger
+create function private.complete_new_job() returns trigger
 language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
 begin
+  new.context := coalesce(new.context, private.request_context());
   if private.is_too_large(new.payload) or private.is_too_large(new.context) then
     raise exception 'jobs: payload or context has more than 4000000 bytes of JSON'
       using errcode = '22023', hint = 'Keep it in Storage or in a table of yours, and enqueue where it is.';
   end if;
   return new;
 end $$;
-revoke all on function private.is_too_large, private.refuse_json from public, anon, authenticated, service_role;
-grant execute on function private.is_too_large to service_role;
+revoke all on function private.is_too_large, private.request_context, private.complete_new_job
+  from public, anon, authenticated, service_role;
+grant execute on function private.is_too_large, private.request_context to service_role;
 
-create trigger refuse_json before insert on public.jobs for each row execute function private.refuse_json();
+create trigger complete_new_job before insert on public.jobs for each row execute function private.complete_new_job();
 
 -- A job to be enqueued, as it is given; once it has been checked, without a delay.
 create type private.new_job as (
@@ -120,8 +138,8 @@ begin
       if new.dedupe = 'replace' then
         update public.jobs j
         set payload = new.payload, available_at = new.available_at, priority = new.priority, max_attempts = new.max_attempts,
-          concurrency_key = new.concurrency_key, context = new.context, attempts = 0, last_error = null,
-          updated_at = clock_timestamp()
+          concurrency_key = new.concurrency_key, context = coalesce(new.context, private.request_context()), attempts = 0,
+          progress = null, last_error = null, updated_at = clock_timestamp()
         where j.kind = new.kind and j.dedupe_key = new.dedupe_key and j.status = 'pending' returning j.id into id;
       else
         select j.id into id from public.jobs j
@@ -154,7 +172,7 @@ end $$;
 --                        while it waits or runs (active); while it waits, a retry included (waiting; replace: and it takes
 --                        this call's payload, time and other settings, its attempts anew); while there is a row (once)
 --   concurrency_key      of the kind's jobs with this key, job_kinds.key_concurrency (1) run at once
---   context              handed to the handler as it is
+--   context              who asked for it, handed to the handler as it is; null: the user of the request, if there is one
 --
 -- Raises 22023 naming the argument that is not usable.
 create function public.enqueue_job(

@@ -245,6 +245,33 @@ set enable_nestloop = off set enable_mergejoin = off set enable_seqscan = off se
   returning j.id
 $$;
 
+-- Merges these fields into the job's progress, which the next attempt is given, and those of `steps` into its steps; false
+-- when the job was not held. Raises 22023 for what is no object, and when progress would have more than 4 MB of JSON.
+create function public.checkpoint_job(id uuid, lease_token int, fields jsonb) returns boolean
+language plpgsql set search_path = pg_catalog, pg_temp set enable_seqscan = off set jit = off set lock_timeout = '1s' as $$
+declare
+  merged jsonb;
+begin
+  if jsonb_typeof(fields) is distinct from 'object' or jsonb_typeof(fields -> 'steps') <> 'object' then
+    raise exception 'checkpoint_job: fields, or steps in it, is not an object' using errcode = '22023',
+      hint = 'Give {"name": value, …}.';
+  end if;
+  select coalesce(j.progress, '{}') || fields || case
+      when fields ? 'steps' then jsonb_build_object('steps', coalesce(j.progress -> 'steps', '{}') || (fields -> 'steps'))
+      else '{}'
+    end into merged
+  from public.jobs j
+  where j.id = checkpoint_job.id and j.lease_token = checkpoint_job.lease_token and j.lease_expires_at is not null
+  for no key update;
+  if not found then return false; end if;
+  if private.is_too_large(merged) then
+    raise exception 'checkpoint_job: progress would have more than 4000000 bytes of JSON' using errcode = '22023',
+      hint = 'Keep it in Storage or in a table of yours, and where it is in progress.';
+  end if;
+  update public.jobs j set progress = merged, updated_at = clock_timestamp() where j.id = checkpoint_job.id;
+  return true;
+end $$;
+
 -- Ends the attempts whose lease has run out, at most `max_jobs` of them, as failed: the worker is gone or stuck. They are
 -- available again at once, since the lost lease was the wait, or dead when that was the last attempt. Returns how many.
 -- The lock reads each row anew, so a job that has just been completed is left alone.
@@ -297,6 +324,6 @@ language sql set search_path = pg_catalog, pg_temp as $$
 $$;
 
 revoke all on function private.requeue_jobs, public.complete_jobs, public.complete_job, public.fail_jobs, public.fail_job, public.release_jobs,
-  public.extend_jobs, public.rescue_expired_jobs, public.take_lost_attempts from public, anon, authenticated;
+  public.extend_jobs, public.checkpoint_job, public.rescue_expired_jobs, public.take_lost_attempts from public, anon, authenticated;
 grant execute on function private.requeue_jobs, public.complete_jobs, public.complete_job, public.fail_jobs, public.fail_job, public.release_jobs,
-  public.extend_jobs, public.rescue_expired_jobs, public.take_lost_attempts to service_role;
+  public.extend_jobs, public.checkpoint_job, public.rescue_expired_jobs, public.take_lost_attempts to service_role;

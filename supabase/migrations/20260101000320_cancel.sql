@@ -1,4 +1,4 @@
--- Cancel and retry: how somebody else than a worker changes a job's course.
+-- Cancel, reschedule, list and retry: how somebody else than a worker changes a job's course.
 --
 -- They raise for nobody's lock: a job that somebody else keeps locked, as an enqueue that it has absorbed does until that is
 -- committed, stays as it is and is missing from the answer.
@@ -25,8 +25,64 @@ begin
   )) returning j.id;
 end $$;
 
+-- Sets when the waiting jobs among these are due, a retry included, and returns their ids; a time that has passed means now.
+-- Raises 22023 for null or an endless time.
+create function public.reschedule_jobs(ids uuid[], available_at timestamptz) returns setof uuid
+language plpgsql set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set jit = off set lock_timeout = '300ms' as $$
+begin
+  if isfinite(reschedule_jobs.available_at) is not true then
+    raise exception 'reschedule_jobs: available_at is %', coalesce(reschedule_jobs.available_at::text, 'null')
+      using errcode = '22023', hint = 'Give a time; cancel_jobs() ends what is never to run.';
+  end if;
+  return query update public.jobs j
+  set available_at = greatest(reschedule_jobs.available_at, clock_timestamp()), updated_at = clock_timestamp()
+  where j.id = any (array(
+    select p.id from public.jobs p where p.id = any (reschedule_jobs.ids) and p.status = 'pending'
+    order by p.id for no key update skip locked
+  )) returning j.id;
+end $$;
+
+-- Dead jobs, of `kind` or of all kinds, the last to die first, at most `max_jobs` (1 to 1000). `before` is the last of the
+-- page before; it may have been put back meanwhile. Raises 22023 where it is not, and was not, a dead job.
+create function public.list_dead_jobs(kind text default null, max_jobs int default 50, before uuid default null)
+returns setof public.jobs
+language plpgsql stable set search_path = pg_catalog, pg_temp
+set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
+declare
+  died_before timestamptz := 'infinity';
+begin
+  if list_dead_jobs.max_jobs is null or list_dead_jobs.max_jobs not between 1 and 1000 then
+    raise exception 'list_dead_jobs: max_jobs % is not between 1 and 1000', coalesce(list_dead_jobs.max_jobs::text, 'null')
+      using errcode = '22023';
+  end if;
+  if list_dead_jobs.before is not null then
+    died_before := (
+      select case when j.status = 'dead' then j.finished_at else (
+        select max(f.failed_at) from public.job_failures f where f.job_id = j.id and f.retry_at is null
+      ) end
+      from public.jobs j where j.id = list_dead_jobs.before
+    );
+    if died_before is null then
+      raise exception 'list_dead_jobs: before, %, has not died', list_dead_jobs.before using errcode = '22023',
+        hint = 'Give the id of the last job of the page before, or leave it out for the first page.';
+    end if;
+  end if;
+  return query
+  select d.* from unnest(case
+    when list_dead_jobs.kind is null then array(select private.known_kinds()) else array[list_dead_jobs.kind]
+  end) k(kind)
+  cross join lateral (
+    select j.* from public.jobs j
+    where j.kind = k.kind and j.status = 'dead' and j.finished_at <= died_before
+      and (j.finished_at, j.id) < (died_before, coalesce(list_dead_jobs.before, 'ffffffff-ffff-ffff-ffff-ffffffffffff'))
+    order by j.finished_at desc, j.id desc limit list_dead_jobs.max_jobs
+  ) d
+  order by d.finished_at desc, d.id desc limit list_dead_jobs.max_jobs;
+end $$;
+
 -- Puts dead and cancelled jobs back, with all their attempts: those with these ids, or dead ones, of `kind` or, with no
--- arguments, of any, the first to die first; at most `max_jobs`. Their failures are kept. Returns the ids of those that now
+-- arguments, of any, the first to die first; at most `max_jobs`. Their failures and progress are kept. Returns the ids of those that now
 -- wait. One whose dedupe key another job holds stays as it is, and its last_error says so. Raises 22023 when neither is given
 -- but null: a query that was to give the ids has found none, and that is not to mean all.
 create function public.retry_jobs(
@@ -64,5 +120,6 @@ begin
   where r.status = 'pending';
 end $$;
 
-revoke all on function public.cancel_jobs, public.retry_jobs from public, anon, authenticated;
-grant execute on function public.cancel_jobs, public.retry_jobs to service_role;
+revoke all on function public.cancel_jobs, public.reschedule_jobs, public.list_dead_jobs, public.retry_jobs
+  from public, anon, authenticated;
+grant execute on function public.cancel_jobs, public.reschedule_jobs, public.list_dead_jobs, public.retry_jobs to service_role;

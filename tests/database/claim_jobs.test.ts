@@ -26,6 +26,7 @@ Deno.test("a claimed job is leased to the worker, and the attempt is counted", a
     max_attempts: 5,
     lease_token: 1,
     context: { user: 5 },
+    progress: null,
     concurrency_key: null,
     created_at: row.created_at,
     lease_expires_at: row.lease_expires_at,

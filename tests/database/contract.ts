@@ -92,6 +92,7 @@ export async function useContract(api: Api): Promise<void> {
   assert.deepEqual(await api.call("complete_jobs", { completions: [a] }), [a.id]);
   const one = ({ id, lease_token }: typeof a) => ({ id, lease_token });
   assert.deepEqual(await api.call("complete_job", one(b)), [true]);
+  assert.deepEqual(await api.call("checkpoint_job", { ...one(c), fields: { page: 1 } }), [true]);
   assert.equal((await api.call("fail_jobs", { failures: [c] })).length, 1);
   assert.deepEqual(await api.call("fail_job", { ...one(d), error: "x" }), ["pending"]);
   assert.deepEqual(await api.call("release_jobs", { releases: [e] }), [e.id]);
@@ -112,6 +113,8 @@ export async function useContract(api: Api): Promise<void> {
   const ids = enqueued.slice(0, 1).map(({ id }) => id);
   assert.deepEqual(await api.call("cancel_jobs", { ids }), ids);
   assert.deepEqual(await api.call("retry_jobs", { ids }), ids);
+  assert.deepEqual(await api.call("reschedule_jobs", { ids, available_at: "2030-01-01T00:00:00Z" }), ids);
+  assert.deepEqual(await api.call("list_dead_jobs", { kind: "test" }), []);
   await api.insert("jobs", [{ kind: "keyed", concurrency_key: "a" }]);
   await api.insert("job_kinds", [{ kind: "keyed", concurrency: 1, rate_limit: 2 }]);
   assert.equal((await api.call("claim_jobs", { worker: "w", kinds: ["keyed"] })).length, 1);

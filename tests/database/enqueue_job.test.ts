@@ -133,3 +133,54 @@ Deno.test("so is such a context, and JSON that has few bytes in the database and
   await db.sql`drop table public.kept`;
   assert.equal((await db.sql`select from jobs`).count, 0);
 });
+
+Deno.test("whoever asks is recorded: the user of the request's JWT, with tenant and claims, unless a context is given", async () => {
+  const ways = [
+    "select enqueue_job('test') as id",
+    "insert into jobs (kind) values ('test') returning id",
+    `select id from enqueue_jobs('[{"kind": "test"}]')`,
+    "select enqueue_job('test', dedupe_key => gen_random_uuid()::text, dedupe => 'replace') as id",
+  ];
+  const contextOf = (claims: string, way: string) =>
+    db.sql.begin(async (sql) => {
+      await sql`select set_config('request.jwt.claims', ${claims}, true)`;
+      const { id } = only(await sql.unsafe(way));
+      return only(await sql`select context from jobs where id = ${id}`).context;
+    });
+  const act = { sub: "support" };
+  const user = { sub: "u1", role: "authenticated", act, app_metadata: { tenant_id: "t1" } };
+  const claims = JSON.stringify({ ...user, exp: 1, iat: 1, nbf: 1, jti: "x" });
+  for (const way of ways) {
+    assert.deepEqual(await contextOf(claims, way), { user_id: "u1", tenant_id: "t1", claims: user }, way);
+  }
+  const [way = ""] = ways;
+  const own = { sub: "u2", tenant_id: "t2", app_metadata: { tenant_id: "t1" } };
+  assert.deepEqual(await contextOf(JSON.stringify(own), way), {
+    user_id: "u2",
+    tenant_id: "t2",
+    claims: own,
+  });
+  assert.deepEqual(await contextOf('{"sub": "u3"}', way), {
+    user_id: "u3",
+    tenant_id: null,
+    claims: { sub: "u3" },
+  });
+  for (const nobody of ["", '{"role": "service_role"}', '{"sub": ""}', '{"sub": null}', "[]", "null", "1"]) {
+    assert.equal(await contextOf(nobody, way), null, nobody);
+  }
+  for (const given of ["{}", "null", '{"user": 5}']) {
+    const enqueued = `select enqueue_job('test', context => '${given}') as id`;
+    assert.deepEqual(await contextOf(claims, enqueued), JSON.parse(given), given);
+  }
+});
+
+Deno.test("a replacement takes the context of whoever replaces", async () => {
+  const enqueueAs = (sub: string) =>
+    db.sql.begin(async (sql) => {
+      await sql`select set_config('request.jwt.claims', ${JSON.stringify({ sub })}, true)`;
+      return only(await sql`select enqueue_job('test', dedupe_key => 'k', dedupe => 'replace') as id`).id;
+    });
+  const id = await enqueueAs("first");
+  assert.equal(await enqueueAs("second"), id);
+  assert.equal((await job(db.sql, id)).context.user_id, "second");
+});

@@ -22,6 +22,7 @@ Deno.test("a plain insert of a kind is a complete job, due at once", async () =>
     dedupe: "active",
     concurrency_key: null,
     context: null,
+    progress: null,
     result: null,
     last_error: null,
     finished_at: null,

@@ -14,9 +14,9 @@ const apiRoles = ["anon", "authenticated"];
 
 /** What may run with its owner's rights: it reads Vault, sends pokes or schedules. All the rest is the caller's. */
 const securityDefiners = [
+  "private.complete_new_job",
   "private.poke",
   "private.prune_cron_history",
-  "private.refuse_json",
   "private.tick",
   "private.wake",
   "private.worker_endpoint",

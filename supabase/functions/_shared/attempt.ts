@@ -1,5 +1,6 @@
-import { errorText, PermanentError, RetryAfterError, safeText } from "./errors.ts";
+import { errorText, PermanentError, RetryAfterError, safeText, SnoozeError } from "./errors.ts";
 import type { Handler, Job, KindDeclarations } from "./kinds.ts";
+import { createProgress } from "./progress.ts";
 import type { ClaimedJob, Failure, Lease } from "./queue.ts";
 import { after } from "./timer.ts";
 
@@ -25,6 +26,7 @@ export interface Held {
 export type Outcome =
   | { completed: unknown }
   | { failed: Omit<Failure, keyof Lease>; thrown?: unknown }
+  | { snoozed: number }
   | { stopped: "lost" | "released"; delay?: number };
 
 /** One run of one handler, from payload to outcome. Never throws. */
@@ -53,7 +55,7 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
       const error = safeText(`invalid_payload: ${describeIssue(parsed.error.issues[0])}`, MAX_ISSUE_LENGTH);
       return { failed: { error, permanent: true } };
     }
-    const described: Job = {
+    const described: Job = Object.assign(createProgress(entry), {
       id: job.id,
       kind: job.kind,
       attempts: job.attempts,
@@ -62,7 +64,7 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
       context: job.context,
       createdAt: new Date(job.createdAt),
       signal: controller.signal,
-    };
+    });
     // The schema gave the payload its handler's type; the map over all kinds has lost which is which.
     const result = await Promise.race([(handler as Handler<unknown>)(parsed.data, described), stopped]);
     return storable(result);
@@ -72,9 +74,19 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
       return { failed: { error } };
     }
     if (entry.stopped) return { stopped: entry.stopped };
-    return { failed: failureOf(error), thrown: error };
+    return snoozeOf(error) ?? { failed: failureOf(error), thrown: error };
   } finally {
     cancelTimeout();
+  }
+}
+
+/** When what was thrown is no failure: for how long the job waits. */
+function snoozeOf(error: unknown): Outcome | undefined {
+  try {
+    // Less than a second would have a handler that always snoozes take up a worker.
+    if (error instanceof SnoozeError) return { snoozed: Math.max(error.seconds, 1) };
+  } catch {
+    // A proxy can refuse even to say what it is.
   }
 }
 

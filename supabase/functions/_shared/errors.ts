@@ -25,6 +25,18 @@ export class RetryAfterError extends Error {
   }
 }
 
+/**
+ * Thrown by a handler that finds its job too early: it is claimed again after that many seconds (one at least, at most ten
+ * years), and the attempt does not count. Throws RangeError for what is no number of seconds.
+ */
+export class SnoozeError extends Error {
+  override name = "SnoozeError";
+  constructor(readonly seconds: number) {
+    super(`snoozed for ${seconds} s`);
+    if (!(seconds >= 0)) throw new RangeError(`SnoozeError: ${seconds} is no number of seconds`);
+  }
+}
+
 const MAX_ERROR_LENGTH = 10_000;
 /** How the errors begin that the engine itself acts on: no thrown text may pass for one. */
 const ENGINE_WORDS = /^(unknown_kind|lease expired)/;

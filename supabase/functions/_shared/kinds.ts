@@ -35,9 +35,29 @@ export interface Job {
   /** Who asked for the job, as recorded at enqueue. */
   context: unknown;
   createdAt: Date;
-  /** Aborts when the attempt runs out of time, its lease is lost or the worker must stop. Pass it to fetch. */
+  /**
+   * Aborts when the attempt runs out of time, the job is cancelled, its lease is lost or the worker must stop. Pass it to
+   * fetch.
+   */
   signal: AbortSignal;
+  /** The fields that checkpoint has kept, in this attempt and in those before. */
+  readonly progress: Readonly<Record<string, unknown>>;
+  /**
+   * Keeps these fields, beside those that are kept already. Throws JobError 22023 for what JSON would change or 4 MB do not
+   * hold, and the signal's reason when the attempt is over.
+   */
+  checkpoint(fields: Record<string, unknown>): Promise<void>;
+  /**
+   * Runs a part of the job once: a later attempt does not run it again, but gets what it gave (undefined as null). What it
+   * throws goes on to the handler, and nothing is stored. A name is for one step of the job, at most 200 characters. Throws
+   * JobError 22023 for a name that was used before in this attempt, PermanentError for a value that JSON would change, since
+   * the part is done, and the signal's reason when the attempt is over.
+   */
+  step<T>(name: string, run: () => T | Promise<T>): Promise<Stored<T>>;
 }
+
+/** What a step that gives a T gives to a later attempt. */
+export type Stored<T> = T extends undefined | void ? null : T;
 
 /** What it returns is stored in `result`; what it throws fails the attempt. It may run more than once for one job. */
 export type Handler<Payload> = (payload: Payload, job: Job) => unknown;

@@ -17,6 +17,7 @@ const claimedJobs = rowsOf({
   maxAttempts: z.number(),
   leaseToken: z.number(),
   context: z.unknown(),
+  progress: z.unknown(),
   concurrencyKey: z.string().nullable(),
   createdAt: z.string(),
   leaseExpiresAt: z.string(),
@@ -104,6 +105,15 @@ export async function extendJobs(leases: Lease[], leaseSeconds = 60): Promise<st
   return rowsOf({ id: z.string() }).parse(rows).map(({ id }) => id);
 }
 
+/** Merges fields into the progress of a job, and those of `steps` into its steps; false when it was not held. Safe to repeat. */
+export async function checkpointJob(
+  id: string,
+  leaseToken: number,
+  fields: Record<string, unknown>,
+): Promise<boolean> {
+  return z.boolean().parse(await callDatabase("checkpoint_job", { id, leaseToken, fields }));
+}
+
 /** Ends the attempts whose lease has run out as failed; gives back how many. */
 export async function rescueExpiredJobs(maxJobs = 1000): Promise<number> {
   return z.number().parse(await callDatabase("rescue_expired_jobs", { maxJobs }));
@@ -112,6 +122,30 @@ export async function rescueExpiredJobs(maxJobs = 1000): Promise<number> {
 /** Cancels jobs that wait or run; gives back their ids. A running one's handler is told by its signal. */
 export async function cancelJobs(jobs: string[]): Promise<string[]> {
   return ids.parse(await callDatabase("cancel_jobs", { ids: jobs }));
+}
+
+/** Sets when waiting jobs are due, a time that has passed meaning now; the ids of those that wait for it. */
+export async function rescheduleJobs(jobs: string[], availableAt: Date): Promise<string[]> {
+  return ids.parse(await callDatabase("reschedule_jobs", { ids: jobs, availableAt }));
+}
+
+const deadJobs = rowsOf({
+  id: z.string(),
+  kind: z.string(),
+  payload: z.unknown(),
+  attempts: z.number(),
+  lastError: z.string().nullable(),
+  context: z.unknown(),
+  progress: z.unknown(),
+  createdAt: z.string(),
+  finishedAt: z.string(),
+});
+
+/** Dead jobs, the last to die first: of a kind or of all, at most `maxJobs` (50), and after the job `before` of the last page. */
+export async function listDeadJobs(
+  options: { kind?: string; maxJobs?: number; before?: string } = {},
+): Promise<z.output<typeof deadJobs>> {
+  return deadJobs.parse(await callDatabase("list_dead_jobs", options));
 }
 
 /**

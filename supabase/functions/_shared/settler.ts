@@ -4,10 +4,10 @@ import { log } from "./log.ts";
 import { completeJobs, failJobs, type Failure, type Lease, releaseJobs } from "./queue.ts";
 
 /**
- * `lost`: the lease was, so what the handler did was refused. `cancelled`: superseded by a newer job. `released`: given back,
- * the attempt not counted.
+ * `lost`: the lease was, or the job was cancelled, so what the handler did was refused. `cancelled`: superseded by a newer
+ * job. `snoozed`: by its handler; `released`: given back by the worker; neither attempt is counted.
  */
-type JobStatus = "succeeded" | "pending" | "dead" | "cancelled" | "released" | "lost";
+type JobStatus = "succeeded" | "pending" | "dead" | "cancelled" | "snoozed" | "released" | "lost";
 
 /** A job whose attempt a worker has ended, and what became of it. */
 export interface Settled {
@@ -52,11 +52,13 @@ export function createSettler(held: Set<Held>, results: Settled[], onSettled = (
       const completions: Ended<Lease & { result: unknown }>[] = [];
       const failures: Ended<Failure>[] = [];
       const releases: Ended<Lease & { delay?: number }>[] = [];
+      const snoozes: typeof releases = [];
       for (const { entry, outcome } of batch) {
         const lease = leaseOf(entry);
         if ("completed" in outcome) {
           completions.push({ entry, told: { ...lease, result: outcome.completed } });
         } else if ("failed" in outcome) failures.push(failed(entry, outcome.failed, outcome.thrown));
+        else if ("snoozed" in outcome) snoozes.push({ entry, told: { ...lease, delay: outcome.snoozed } });
         else if (outcome.stopped === "released") {
           releases.push({ entry, told: { ...lease, delay: outcome.delay } });
         } else settled(entry, "lost");
@@ -74,6 +76,7 @@ export function createSettler(held: Set<Held>, results: Settled[], onSettled = (
         ),
         call(failures, fail),
         call(releases, async (told) => all("released", await releaseJobs(told))),
+        call(snoozes, async (told) => all("snoozed", await releaseJobs(told))),
       ]);
       settling.add(calls);
       calls.finally(() => settling.delete(calls));
@@ -160,7 +163,7 @@ export function isAboutWhatWasSent(error: unknown): boolean {
 }
 
 /** What would come again: the above, and what triggers and checks of the app raise (09, 27, 44, P0 and codes of its own). */
-function isRefused(error: unknown): boolean {
+export function isRefused(error: unknown): boolean {
   return isAboutWhatWasSent(error) || hasCode(error, /^(09|27|44|[I-WYZ][0-9A-Z])[0-9A-Z]{3}$/);
 }
 

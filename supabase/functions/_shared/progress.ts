@@ -1,0 +1,126 @@
+import { type Held, stop, storableJson } from "./attempt.ts";
+import { errorText, JobError, PermanentError } from "./errors.ts";
+import type { Job, Stored } from "./kinds.ts";
+import { log } from "./log.ts";
+import { checkpointJob } from "./queue.ts";
+import { isAboutWhatWasSent, isRefused, sleep } from "./settler.ts";
+
+const MAX_NAME_LENGTH = 200;
+
+/** What a job keeps from one attempt to the next: these parts of the Job that its handler gets. */
+export function createProgress(entry: Held): Pick<Job, "progress" | "checkpoint" | "step"> {
+  const { job: { id, kind, leaseToken, progress }, controller: { signal } } = entry;
+  const { steps, ...fields } = isObject(progress) ? progress : {};
+  const completed = new Map(Object.entries(isObject(steps) ? steps : {}));
+  const used = new Set<string>();
+  let kept: Record<string, unknown> = fields;
+  /** One call after the other, so that the last is what stays. */
+  let calls: Promise<unknown> = Promise.resolve();
+
+  return {
+    get progress() {
+      return kept;
+    },
+
+    async checkpoint(given) {
+      signal.throwIfAborted();
+      if (!isObject(given) || Object.hasOwn(given, "steps")) {
+        const hint = "Give an object; its field steps is for job.step.";
+        throw new JobError("22023", "job.checkpoint: these are no fields", hint);
+      }
+      const copy = jsonCopy(given, "job.checkpoint: fields");
+      await store(copy);
+      kept = { ...kept, ...copy };
+    },
+
+    async step<T>(name: string, run: () => T | Promise<T>): Promise<Stored<T>> {
+      signal.throwIfAborted();
+      assertName(name);
+      used.add(name);
+      // What it gave in an earlier attempt: the same step, if the name is.
+      if (completed.has(name)) return completed.get(name) as Stored<T>;
+      const value = await run() ?? null;
+      try {
+        const copy = jsonCopy(value, `job.step: what ${JSON.stringify(name)} gave`);
+        await store({ steps: { [name]: copy } });
+        return copy as Stored<T>; // equal to it, as jsonCopy has made sure
+      } catch (error) {
+        if (!isAboutWhatWasSent(error)) throw error;
+        // What it did is done, and another attempt would do it again.
+        throw new PermanentError(`the step cannot be stored: ${errorText(error)}`, { cause: error });
+      }
+    },
+  };
+
+  function assertName(name: string): void {
+    let wrong: string | undefined;
+    if (typeof name !== "string" || name === "" || name.length > MAX_NAME_LENGTH) {
+      wrong = `a step's name has 1 to ${MAX_NAME_LENGTH} characters`;
+    } else if (storableJson(JSON.stringify(name)) !== JSON.stringify(name)) {
+      wrong = "a step's name has U+0000 or half a surrogate pair, which jsonb cannot hold";
+    } else if (used.has(name)) wrong = `this attempt has had a step ${JSON.stringify(name)} already`;
+    if (wrong) {
+      const hint = "Each step has a name of its own: number those of a loop.";
+      throw new JobError("22023", `job.step: ${wrong}`, hint);
+    }
+  }
+
+  /** Repeats a call that fails while the attempt lasts: to lose what a step gave would be to do it again. */
+  function store(given: Record<string, unknown>): Promise<void> {
+    const call = calls.then(async () => {
+      for (let delayMs = 100;; delayMs = Math.min(delayMs * 2, 5_000)) {
+        try {
+          if (!await checkpointJob(id, leaseToken, given)) stop(entry, "lost");
+          else return;
+        } catch (error) {
+          if (isRefused(error)) throw error;
+          log("error", "checkpoint_repeated", { id, kind, error: errorText(error) }, error);
+          if (!signal.aborted) await sleep(delayMs);
+        }
+        signal.throwIfAborted();
+      }
+    });
+    calls = call.catch(() => {});
+    return call;
+  }
+}
+
+/** A copy by way of JSON. Throws JobError 22023, naming the place, for what would come back as something else. */
+function jsonCopy<T>(value: T, what: string): T {
+  let changed: string | undefined;
+  let json = "";
+  try {
+    json = JSON.stringify(value);
+    changed = changedByJson(value, "");
+  } catch (error) {
+    changed = ` has no JSON: ${errorText(error)}`;
+  }
+  if (changed) {
+    throw new JobError("22023", what + changed, "Give what JSON holds, such as a date as its text.");
+  }
+  return JSON.parse(json);
+}
+
+function changedByJson(value: unknown, path: string): string | undefined {
+  if (typeof value === "string") {
+    return storableJson(JSON.stringify(value)) === JSON.stringify(value)
+      ? undefined
+      : `${path} has U+0000 or half a surrogate pair, which jsonb cannot hold`;
+  }
+  if (value === null || typeof value === "boolean" || Number.isFinite(value)) return undefined;
+  if (Array.isArray(value)) {
+    return [...value].map((item, n) => changedByJson(item, `${path}[${n}]`)).find((found) => found);
+  }
+  if (isObject(value) && [Object.prototype, null].includes(Object.getPrototypeOf(value))) {
+    return Object.entries(value)
+      .map(([key, item]) => item === undefined ? undefined : changedByJson(item, `${path}.${key}`))
+      .find((found) => found);
+  }
+  return `${path} is ${
+    isObject(value) ? value.constructor?.name : value
+  }, which JSON does not give back as it was`;
+}
+
+function isObject(value: unknown): value is Record<string, unknown> {
+  return typeof value === "object" && value !== null && !Array.isArray(value);
+}
