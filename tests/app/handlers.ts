@@ -1,4 +1,4 @@
-import { type Handlers, type Job, PermanentError, RetryAfterError } from "../_shared/jobs.ts";
+import { type Handlers, type Job, PermanentError, RetryAfterError, SnoozeError } from "../_shared/jobs.ts";
 import { dieOnce } from "./die_once.ts";
 
 /** At once, so that the lines stand in the order in which the handlers were entered. */
@@ -75,6 +75,101 @@ const poisonousErrors: Record<string, () => unknown> = {
     }),
 };
 
+const again = () => new RetryAfterError(0, "again");
+
+const keepers: Record<string, (job: Job, file: string) => unknown> = {
+  async "three steps, killed after each"(job, file) {
+    const values: unknown[] = [];
+    for (const name of ["reserve", "charge", "send"]) {
+      values.push(
+        await job.step(name, () => {
+          append(file, name);
+          return { name, attempt: job.attempts };
+        }),
+      );
+      dieOnce(`${file}.${name}`);
+    }
+    return values;
+  },
+  async "all sorts of values"(job) {
+    const given = [1.5, "ü\n", null, undefined, true, [], {}, { a: [{ b: null, c: undefined }] }, 2 ** 53];
+    const values = await Promise.all(given.map((value, n) => job.step(`value ${n}`, () => value)));
+    if (job.attempts > 1) return { first: job.progress.values, second: values };
+    await job.checkpoint({ values });
+    throw again();
+  },
+  async "checkpoints"(job) {
+    if (job.attempts === 1) {
+      await job.checkpoint({ page: 1, of: 3 });
+      // Not awaited one by one: the last is what stays.
+      await Promise.all([2, 3].map((page) => job.checkpoint({ page })));
+      throw new RetryAfterError(0, `in this attempt: ${JSON.stringify(job.progress)}`);
+    }
+    return job.progress;
+  },
+  async "a step that fails"(job, file) {
+    await job.step("first", () => append(file, "first"));
+    await job.step("second", () => {
+      append(file, "second");
+      if (job.attempts < 3) throw again();
+    });
+  },
+  async "awkward names"(job) {
+    const names = ["__proto__", "constructor", "steps", "ü \u{1f600} '\"", "x".repeat(200)];
+    for (const name of names) await job.step(name, () => name);
+    if (job.attempts === 1) throw again();
+  },
+  async "a name twice"(job, file) {
+    await job.step("page", () => append(file, "page"));
+    await job.step("page", () => append(file, "page"));
+  },
+  "an empty name": (job) => job.step("", () => 1),
+  "a long name": (job) => job.step("x".repeat(201), () => 1),
+  "a name with U+0000": (job) => job.step("a\0b", () => 1),
+  "a date": (job) => job.step("date", () => ({ at: [new Date(0)] })),
+  "a bigint": (job) => job.step("bigint", () => 1n),
+  "not a number": (job) => job.step("nan", () => ({ n: NaN })),
+  "a response": (job) => job.step("response", () => new Response("x")),
+  "U+0000 in a value": (job) => job.step("nul", () => ["a\0b"]),
+  "a circle": (job) => job.step("circle", circular),
+  "five megabytes": (job) => job.step("large", () => "x".repeat(5_000_000)),
+  "a checkpoint of steps": (job) => job.checkpoint({ steps: {} }),
+  "a checkpoint of a date": (job) => job.checkpoint({ at: new Date(0) }),
+  async "a checkpoint that is too large, caught"(job) {
+    await job.checkpoint({ page: 1 });
+    try {
+      await job.checkpoint({ text: "x".repeat(5_000_000) });
+    } catch (error) {
+      return { error: String(error), progress: job.progress };
+    }
+  },
+  async "a step, and another after the gate"(job, file) {
+    await job.step("first", () => append(file, `first of attempt ${job.attempts}`));
+    if (job.attempts === 1) {
+      job.signal.addEventListener("abort", () => append(file, `aborted: ${job.signal.reason}`));
+      while (!await Deno.stat(`${file}.gate`).then(() => true, () => false)) await pause(10);
+    }
+    try {
+      await job.step("second", () => append(file, `second of attempt ${job.attempts}`));
+    } catch (error) {
+      append(file, `refused: ${error === job.signal.reason}`);
+    }
+    await job.step("third", () => append(file, `third of attempt ${job.attempts}`));
+    return job.attempts;
+  },
+  async "a snooze"(job) {
+    if (job.progress.snoozed) return `attempt ${job.attempts}`;
+    await job.checkpoint({ snoozed: true });
+    throw new SnoozeError(100);
+  },
+  "a snooze for no time"() {
+    throw new SnoozeError(0);
+  },
+  "a snooze for NaN"() {
+    throw new SnoozeError(NaN);
+  },
+};
+
 /** Gives back when it was at work. */
 async function appendAndPause({ file, ms }: { file: string; ms: number }, job: Job) {
   const from = performance.now();
@@ -141,6 +236,7 @@ export const handlers: Handlers = {
       reason === "drain" ? new Event("drain") : new CustomEvent("beforeunload", { detail: { reason } }),
     );
   },
+  keep: ({ file, what }, job) => keepers[what]?.(job, file),
   pause: ({ ms }) => pause(ms),
   fail_first({ times }, job) {
     if (job.attempts <= times) throw new RetryAfterError(0.5, `attempt ${job.attempts} fails`);

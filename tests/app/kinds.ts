@@ -66,6 +66,8 @@ export const kinds = {
   pause: { schema: z.object({ ms: z.number() }) },
   /** Fails its first attempts, each to be repeated after half a second. */
   fail_first: { schema: z.object({ times: z.number() }) },
+  /** Does one of the things in handlers.ts that have to do with progress and steps. */
+  keep: { schema: z.object({ file, what: z.string() }) },
   /** Throws an error that has a text somewhere. It comes reversed, so that the payload does not have it. */
   tell: { schema: z.object({ reversed: z.string(), where: z.string() }) },
 } satisfies KindDeclarations;

@@ -281,9 +281,11 @@ const sources = await Promise.all([
   ...(await templateMigrations()).map((path) => `supabase/${path}`),
   ...await files("supabase/functions/_shared", ".ts"),
 ].map(read));
-const lines = sources.reduce((sum, text) => sum + text.split("\n").length - 1, 0);
+const lines = sources.flatMap((text) => text.split("\n").map((line) => line.trim()));
+/** Without blank lines and comments, so that explaining costs nothing. */
+const code = lines.filter((line) => !/^($|--|\/\/|\/\*|\*)/.test(line));
 
 // The count is in the name, so that every run shows it.
-Deno.test(`migrations and engine have ${lines} lines, fewer than 4,000`, () => {
-  assert.ok(lines > 500 && lines < 4000);
+Deno.test(`migrations and engine have ${code.length} lines of code, fewer than 4,000 (${lines.length} with comments)`, () => {
+  assert.ok(code.length > 500 && code.length < 4000);
 });

@@ -195,10 +195,16 @@ async function operate(pool: postgres.Sql, sequence: Sequence, random: () => num
   } else if (dice < 86) {
     const jobs = some();
     await pool`select extend_jobs(${pool.json(jobs.map((each) => ({ ...each })))})`;
+    for (const { id, lease_token } of jobs) {
+      await pool`select checkpoint_job(${id}, ${lease_token}, '{"x": 1}')`;
+    }
   } else if (dice < 88) {
     const ids = await pool`
       select id from jobs where kind = any (${sequence.kinds}) and status in ('pending', 'running') limit 2`;
-    await pool`select cancel_jobs(${ids.map(({ id }) => id)}::uuid[])`;
+    if (random() < 0.5) await pool`select cancel_jobs(${ids.map(({ id }) => id)}::uuid[])`;
+    else {await pool`select reschedule_jobs(${ids.map(({ id }) => id)}::uuid[], clock_timestamp() + ${
+        pick(["0", "10 milliseconds"])
+      }::interval)`;}
   } else if (dice < 91) {
     await pool`select retry_jobs(kind => ${pick(sequence.kinds)})`;
   } else if (dice < 93) {

@@ -5,6 +5,7 @@ import { type Gateway, startGateway } from "../../scripts/local/gateway.ts";
 import { makeKeys } from "../../scripts/local/keys.ts";
 import {
   cancelJobs,
+  checkpointJob,
   claimJobs,
   completeJob,
   enqueueJob,
@@ -12,7 +13,9 @@ import {
   failJob,
   JobError,
   jobStats,
+  listDeadJobs,
   purgeJobs,
+  rescheduleJobs,
   retryJobs,
 } from "../../supabase/functions/_shared/jobs.ts";
 import { createDatabase, projectDir, type TestDatabase } from "../support.ts";
@@ -272,6 +275,44 @@ Deno.test("jobs are cancelled, put back and purged; a failure whose key a newer 
   await sql`update jobs set finished_at = now() - interval '8 days' where true`;
   assert.equal(await purgeJobs(1), 1);
   assert.equal(await purgeJobs(), 1);
+});
+
+Deno.test("jobs are rescheduled and checkpointed, and the dead are listed page by page", async () => {
+  await sql`delete from jobs where true`;
+  const ids = [
+    await enqueueJob("send_email", welcome, { context: { user: "ada" } }),
+    await enqueueJob("send_email", welcome),
+  ];
+  const [first = "", second = ""] = ids;
+  assert.deepEqual(await rescheduleJobs(ids, new Date("2040-01-01T00:00:00Z")), ids);
+  assert.deepEqual(await claimJobs("w"), []);
+  assert.deepEqual(await rescheduleJobs([first], new Date(0)), [first]);
+  assert.equal((await refusal(() => rescheduleJobs(ids, new Date(NaN)))).code, "22023");
+  const [claimed] = await claimJobs("w");
+  assert.equal(claimed?.id, first);
+  assert.equal(await checkpointJob(first, claimed.leaseToken, { camelCase: { snake_case: 1 } }), true);
+  assert.equal(await checkpointJob(first, claimed.leaseToken + 1, {}), false);
+  assert.equal(await failJob(first, claimed.leaseToken, "the end", { permanent: true }), "dead");
+  await rescheduleJobs([second], new Date(0));
+  const [other] = await claimJobs("w");
+  assert.equal(await failJob(second, other?.leaseToken ?? 0, "also", { permanent: true }), "dead");
+
+  const [latest, ...more] = await listDeadJobs({ kind: "send_email", maxJobs: 1 });
+  assert.deepEqual([latest?.id, more], [second, []]);
+  const [dead] = await listDeadJobs({ before: second });
+  assert(dead);
+  const { finishedAt, createdAt, ...rest } = dead;
+  assert.ok(new Date(finishedAt) > new Date(createdAt));
+  assert.deepEqual(rest, {
+    id: first,
+    kind: "send_email",
+    payload: welcome,
+    attempts: 1,
+    lastError: "the end",
+    context: { user: "ada" },
+    progress: { camelCase: { snake_case: 1 } },
+  });
+  assert.equal((await refusal(() => listDeadJobs({ maxJobs: 0 }))).code, "22023");
 });
 
 /** Enqueues a job in a process of its own with this environment; gives back its id, or what the error says. */

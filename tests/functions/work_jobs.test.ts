@@ -128,6 +128,7 @@ Deno.test("a handler is told about its job, and gets the payload as its schema m
     isLastAttempt: true,
     context: { user: 7 },
     createdAt: stored?.created_at.toISOString(),
+    progress: {},
     amount: 12.5,
     aborted: false,
   });
@@ -166,6 +167,19 @@ Deno.test("a kind whose timeout does not fit into a worker's lifetime is left al
     "the job to be claimed again",
     async () => (await run()).length > 0 || (await job(id)).attempts > 0,
   );
+});
+
+Deno.test("a running job that is cancelled in SQL: its handler is told within a heartbeat, and nothing that it returns is stored", async () => {
+  const file = newFile();
+  const id = await enqueueOne("wait_for_signal", { file });
+  const running = run();
+  await untilLines(file, 1);
+  await stack.sql`select cancel_jobs(array[${id}::uuid])`;
+  await untilLines(file, 2);
+  assert.deepEqual(await linesOf(file), [id, `${id} aborted`]);
+  assert.deepEqual(await running, [{ id, kind: "wait_for_signal", status: "lost" }]);
+  const { status, attempts, result } = await job(id);
+  assert.deepEqual([status, attempts, result], ["cancelled", 1, null]);
 });
 
 Deno.test("what a handler throws decides: an error is retried, RetryAfterError says when, PermanentError is the end", async () => {
