@@ -169,9 +169,14 @@ export interface TestFunction extends AsyncDisposable {
   lines: string[];
 }
 
-/** One function by itself, without gateway or database. */
-export async function startFunction(name: string, env: Record<string, string>): Promise<TestFunction> {
+/** One function by itself, without gateway or database; one that `prepare` writes into the copy of the app, too. */
+export async function startFunction(
+  name: string,
+  env: Record<string, string>,
+  prepare?: StackOptions["prepare"],
+): Promise<TestFunction> {
   const appDir = await makeApp();
+  await prepare?.(appDir);
   const lines: string[] = [];
   const functions = await runFunctions({
     projectDir: appDir,

@@ -46,6 +46,8 @@ export async function startServices(options: ServiceOptions): Promise<Services> 
     log,
     env: async () => ({
       ...await options.env(),
+      // Whatever .env has for the hosted project: this API takes no other's signature.
+      JWT_SIGNING_KEY: keys.jwtSecret,
       SUPABASE_URL: apiUrl,
       SUPABASE_DB_URL: options.databaseUrl("postgres"),
       SUPABASE_SECRET_KEYS: JSON.stringify({ default: keys.secretKey }),

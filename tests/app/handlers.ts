@@ -1,4 +1,11 @@
-import { type Handlers, type Job, PermanentError, RetryAfterError, SnoozeError } from "../_shared/jobs.ts";
+import {
+  asUser,
+  type Handlers,
+  type Job,
+  PermanentError,
+  RetryAfterError,
+  SnoozeError,
+} from "../_shared/jobs.ts";
 import { dieOnce } from "./die_once.ts";
 
 /** At once, so that the lines stand in the order in which the handlers were entered. */
@@ -240,6 +247,12 @@ export const handlers: Handlers = {
   pause: ({ ms }) => pause(ms),
   fail_first({ times }, job) {
     if (job.attempts <= times) throw new RetryAfterError(0.5, `attempt ${job.attempts} fails`);
+  },
+  async read_as_user({ table }, job) {
+    const user = asUser(job.context);
+    const [rows, claims] = await Promise.all([user.from(table).select(), user.rpc("my_claims")]);
+    if (rows.error ?? claims.error) throw rows.error ?? claims.error;
+    return { rows: rows.data, claims: claims.data };
   },
   async tell({ reversed, where }) {
     const text = [...reversed].reverse().join("");

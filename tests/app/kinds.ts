@@ -68,6 +68,8 @@ export const kinds = {
   fail_first: { schema: z.object({ times: z.number() }) },
   /** Does one of the things in handlers.ts that have to do with progress and steps. */
   keep: { schema: z.object({ file, what: z.string() }) },
+  /** Gives back, as the user who asked, the rows of a table and the token's claims as the database has them. */
+  read_as_user: { schema: z.object({ table: z.string() }) },
   /** Throws an error that has a text somewhere. It comes reversed, so that the payload does not have it. */
   tell: { schema: z.object({ reversed: z.string(), where: z.string() }) },
 } satisfies KindDeclarations;

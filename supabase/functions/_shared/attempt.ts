@@ -1,4 +1,4 @@
-import { errorText, PermanentError, RetryAfterError, safeText, SnoozeError } from "./errors.ts";
+import { errorText, JobError, PermanentError, RetryAfterError, safeText, SnoozeError } from "./errors.ts";
 import type { Handler, Job, KindDeclarations } from "./kinds.ts";
 import { createProgress } from "./progress.ts";
 import type { ClaimedJob, Failure, Lease } from "./queue.ts";
@@ -95,6 +95,8 @@ function failureOf(error: unknown): Omit<Failure, keyof Lease> {
   const failure = { error: errorText(error) };
   try {
     if (error instanceof PermanentError) return { ...failure, permanent: true };
+    // What was recorded at enqueue is the same at the next attempt.
+    if (error instanceof JobError && error.code === "no_user") return { ...failure, permanent: true };
     if (error instanceof RetryAfterError && error.seconds >= 0) return { ...failure, retryIn: error.seconds };
   } catch {
     // A proxy can refuse even to say what it is.

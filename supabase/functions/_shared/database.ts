@@ -10,7 +10,7 @@ let client: SupabaseClient | undefined;
  * (`{"default": "sb_secret_…"}`), or the older SUPABASE_SERVICE_ROLE_KEY. Throws JobError `not_configured`.
  */
 export function serviceClient(): SupabaseClient {
-  return client ??= createClient(requiredEnv("SUPABASE_URL"), secretKey(), {
+  return client ??= createClient(requiredEnv("SUPABASE_URL"), apiKey("secret"), {
     auth: { persistSession: false, autoRefreshToken: false, detectSessionInUrl: false },
   });
 }
@@ -66,30 +66,36 @@ export function requiredEnv(name: string): string {
   return value;
 }
 
+const KEY_VARIABLES = {
+  secret: ["SUPABASE_SECRET_KEYS", "SUPABASE_SERVICE_ROLE_KEY"],
+  publishable: ["SUPABASE_PUBLISHABLE_KEYS", "SUPABASE_ANON_KEY"],
+} as const;
+
 /**
- * A key that the API takes for the service role: the secret key named `default`, else the first there is, as Supabase's
- * own server library has it (https://supabase.com/docs/reference/server/primitives-createadminclient); the older key
- * where there is no secret key, as in a project that has not made the new ones.
+ * A key that the API takes, for the service role (`secret`) or for whoever has no other (`publishable`): the one named
+ * `default`, else the first there is, as Supabase's own server library has it
+ * (https://supabase.com/docs/reference/server/primitives-createadminclient); the older key where there is none of the sort,
+ * as in a project that has not made the new ones. Throws JobError `not_configured`.
  */
-function secretKey(): string {
-  const text = Deno.env.get("SUPABASE_SECRET_KEYS");
-  const keys = text ? parseSecretKeys(text) : {};
-  const key = keys.default ?? Object.values(keys)[0] ?? Deno.env.get("SUPABASE_SERVICE_ROLE_KEY");
+export function apiKey(sort: keyof typeof KEY_VARIABLES): string {
+  const [name, older] = KEY_VARIABLES[sort];
+  const text = Deno.env.get(name);
+  const keys = text ? parseKeys(name, text) : {};
+  const key = keys.default ?? Object.values(keys)[0] ?? Deno.env.get(older);
   if (key) return key;
-  const detail = "SUPABASE_SECRET_KEYS holds no key, and the older SUPABASE_SERVICE_ROLE_KEY is not set";
+  const detail = `${name} holds no key, and the older ${older} is not set`;
   throw new JobError(
     "not_configured",
     detail,
-    "Make a secret key in the project's settings, under API keys.",
+    `Make a ${sort} key in the project's settings, under API keys.`,
   );
 }
 
-function parseSecretKeys(text: string): Record<string, string> {
+function parseKeys(name: string, text: string): Record<string, string> {
   try {
     return z.record(z.string(), z.string().min(1)).parse(JSON.parse(text));
   } catch {
     // Without the cause: it may quote a key.
-    const detail = 'SUPABASE_SECRET_KEYS is not JSON of keys by name, such as {"default": "sb_secret_…"}';
-    throw new JobError("not_configured", detail);
+    throw new JobError("not_configured", `${name} is not JSON of keys by name, such as {"default": "sb_…"}`);
   }
 }
