@@ -1,6 +1,7 @@
 import { join } from "node:path";
 import { readPorts } from "./local/ports.ts";
 import { startStack } from "./local/stack.ts";
+import { signInTestUser } from "./local/test_user.ts";
 
 /** `npm start`: the local stack, until Ctrl-C. */
 
@@ -22,6 +23,7 @@ function print(line: string): void {
 try {
   const stack = await startStack({ projectDir, ports: readPorts(), log: print });
   const { apiUrl, databaseUrl, dataDir, mailUrl, keys } = stack;
+  const token = await signInTestUser(databaseUrl, keys.jwtSecret);
   const state = JSON.stringify({ apiUrl, databaseUrl, dataDir, mailUrl }, null, 2);
   await Deno.writeTextFile(join(projectDir, ".local/stack.json"), `${state}\n`);
   print(`
@@ -32,6 +34,8 @@ ready
   database         ${databaseUrl}
   data             ${dataDir}
   mails            printed here, and listed at ${mailUrl}/emails
+  a user's token   ${token}
+                   (test@example.com, for a day)
 
 Send one from another terminal:
   npm run sql -- "select enqueue_job('send_email', '{\\"to\\":\\"a@example.com\\",\\"template\\":\\"welcome\\"}')"

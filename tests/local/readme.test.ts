@@ -3,7 +3,7 @@ import { join } from "node:path";
 import postgres from "postgres";
 import { recordManagementApi } from "../deploy/management_api.ts";
 import { projectDir } from "../support.ts";
-import { makeClone } from "./clone.ts";
+import { makeClone, type Start } from "./clone.ts";
 
 /** The README's commands and examples are run as they stand there, in their order. */
 
@@ -19,11 +19,12 @@ Deno.test("the README", async (t) => {
   await using api = await recordManagementApi();
   const databaseUrl = `postgresql://postgres:postgres@127.0.0.1:${clone.env.LOCAL_DB_PORT}/postgres`;
 
+  let start: Start | undefined;
   for (const command of blocks("sh").flatMap((block) => block.split("\n"))) {
     if (["npm test", "npm run test:chaos"].includes(command)) continue; // run here: tests/chaos is its short form
     await t.step(command, async () => {
       if (command === "npm start") {
-        await clone.start();
+        start = await clone.start();
         return;
       }
       // There is no hosted database here: the push goes to the local one, where it finds nothing to do.
@@ -54,6 +55,23 @@ Deno.test("the README", async (t) => {
     }
   });
 
+  await t.step("what the test user adds has a job that knows who it was", async () => {
+    const printed = (label: string) => new RegExp(`${label} +(\\S+)`).exec(start?.output() ?? "")?.[1] ?? "";
+    const [insert = "", query = ""] = blocks("bash").join("\n").replaceAll("\\\n", "")
+      .replace("54321", clone.env.LOCAL_API_PORT ?? "")
+      .replace("$KEY", printed("publishable key")).replace("$TOKEN", printed("a user's token")).split("\n");
+    // Not by curl, which is not everywhere.
+    const [, url = "", body] = /^curl (\S+) .* -d '(.*)'$/.exec(insert) ?? [];
+    const headers = new Headers();
+    for (const [, name = "", value = ""] of insert.matchAll(/-H "(.*?): (.*?)"/g)) headers.set(name, value);
+    const answer = await fetch(url, { method: "POST", headers, body });
+    assert.equal(answer.status, 201, await answer.text());
+    const { output } = await clone.run(query);
+    for (const text of ["00000000-0000-4000-8000-000000000001", "test-tenant", "test@example.com"]) {
+      assert.match(output, new RegExp(text));
+    }
+  });
+
   await t.step(
     "the example kind, handler and enqueues fit together, and leaving one out is a type error",
     async () => {
@@ -74,6 +92,9 @@ Deno.test("the README", async (t) => {
         join(app, "../example/index.ts"),
         [enqueue, enqueueMany].join("\n"),
       );
+      const [signedIn, asUser] = blocks("ts").filter((block) => /contextOf|asUser/.test(block));
+      await Deno.writeTextFile(join(app, "../example/signed_in.ts"), signedIn ?? "");
+      await Deno.writeTextFile(join(app, "handlers/list_images.ts"), asUser ?? "");
       const without = await check();
       assert.notEqual(without.code, 0);
       assert.match(without.output, /resize_image/);
