@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { join } from "node:path";
 import postgres from "postgres";
 import { recordManagementApi } from "../deploy/management_api.ts";
-import { projectDir } from "../support.ts";
+import { projectDir, until } from "../support.ts";
 import { makeClone, type Start } from "./clone.ts";
 
 /** The README's commands and examples are run as they stand there, in their order. */
@@ -75,7 +75,7 @@ Deno.test("the README", async (t) => {
   await t.step(
     "the example kind, handler and enqueues fit together, and leaving one out is a type error",
     async () => {
-      const [kind, handler, enqueue, enqueueMany] = blocks("ts");
+      const [kind, handler, enqueue, enqueueMany, payKind, payHandler] = blocks("ts");
       assert.match(enqueueMany ?? "", /await enqueueJobs\(/);
       const app = join(clone.dir, "supabase/functions/_app");
       if ((await Deno.readTextFile(join(app, "kinds.ts"))).includes("resize_image")) return; // followed already
@@ -85,8 +85,9 @@ Deno.test("the README", async (t) => {
         await Deno.writeTextFile(join(app, file), text.replace(from, to));
       };
       const check = () => clone.run(`'${Deno.execPath()}' check supabase/functions`);
-      await edit("kinds.ts", "export const kinds = {", `export const kinds = {\n${kind}`);
+      await edit("kinds.ts", "export const kinds = {", `export const kinds = {\n${kind}\n${payKind}`);
       await Deno.writeTextFile(join(app, "handlers/resize_image.ts"), handler ?? "");
+      await Deno.writeTextFile(join(app, "handlers/pay_order.ts"), payHandler ?? "");
       await Deno.mkdir(join(app, "../example"));
       await Deno.writeTextFile(
         join(app, "../example/index.ts"),
@@ -101,15 +102,55 @@ Deno.test("the README", async (t) => {
       await edit(
         "handlers.ts",
         "export const handlers: Handlers = {",
-        "export const handlers: Handlers = {\n  resize_image: resizeImage,",
+        "export const handlers: Handlers = {\n  pay_order: payOrder,\n  resize_image: resizeImage,",
       );
       await edit(
         "handlers.ts",
         "import { sendEmail }",
-        'import { resizeImage } from "./handlers/resize_image.ts";\nimport { sendEmail }',
+        'import { payOrder } from "./handlers/pay_order.ts";\nimport { resizeImage } from "./handlers/resize_image.ts";\n' +
+          "import { sendEmail }",
       );
       const complete = await check();
       assert.equal(complete.code, 0, complete.output);
     },
   );
+
+  await t.step("an order that is paid too early snoozes, and is charged once", async () => {
+    const kinds = await Deno.readTextFile(join(clone.dir, "supabase/functions/_app/kinds.ts"));
+    if (!kinds.includes("pay_order")) return; // see above
+    const charges: string[] = [];
+    await using shop = Deno.serve({ port: 0, hostname: "127.0.0.1", onListen: () => {} }, async (request) => {
+      charges.push(await request.text());
+      return charges.length === 1 ? new Response("", { status: 425 }) : Response.json({ charge: "ch_1" });
+    });
+    const sql = postgres(databaseUrl, { max: 1, onnotice: () => {} });
+    try {
+      const payload = { order: 7, email: "a@example.com", shop: `http://127.0.0.1:${shop.addr.port}` };
+      const enqueue = () => sql`select enqueue_job('pay_order', ${sql.json(payload)}) as id`;
+      let [job] = await enqueue();
+      const row = async () => {
+        const [found] = await sql`
+          select *, available_at > now() + interval '9 minutes' as waits from jobs where id = ${job?.id}`;
+        return found ?? {};
+      };
+      await until("the snooze", async () => {
+        // Until the functions have been loaded anew they do not know it.
+        if ((await row()).status === "dead") [job] = await enqueue();
+        return (await row()).waits;
+      });
+      assert.equal((await row()).attempts, 0);
+      for (const block of blocks("sql").filter((text) => text.includes("pay_order"))) {
+        await sql.unsafe(block).simple();
+      }
+      await until("the end", async () => (await row()).status === "succeeded");
+      const { result, progress } = await row();
+      assert.deepEqual(result, { charge: "ch_1" });
+      assert.deepEqual([progress.charge, progress.steps["charge card"]], ["ch_1", "ch_1"]);
+      assert.deepEqual(charges, ['{"order":7}', '{"order":7}']);
+      const receipts = await sql`select from jobs where dedupe_key = ${job?.id} and kind = 'send_email'`;
+      assert.equal(receipts.length, 1);
+    } finally {
+      await sql.end();
+    }
+  });
 });
