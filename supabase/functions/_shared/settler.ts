@@ -128,7 +128,8 @@ export function createSettler(held: Set<Held>, results: Settled[], onSettled = (
     const { id, kind, attempts: attempt } = entry.job;
     if (status !== "released") results.push({ id, kind, status });
     if (status === "lost") {
-      log("error", repeated ? "settled_before_or_lease_lost" : "lease_lost", { id, kind, attempt });
+      // No error: the job was cancelled, or its attempt is reported as failed by whoever finds the lease to be over.
+      log("info", repeated ? "settled_before_or_lease_lost" : "lease_lost", { id, kind, attempt });
     }
   }
 }
