@@ -34,11 +34,21 @@ const child = spawn(denoBinary(), ["run", "-A", "--quiet", join(project, script)
 });
 // Ctrl-C reaches the child as well: it shuts down and this process waits for it. Other signals are passed on.
 process.on("SIGINT", () => {});
-for (const signal of ["SIGTERM", "SIGHUP"]) process.on(signal, () => child.kill(signal));
+let told = false;
+for (const signal of ["SIGTERM", "SIGHUP"]) {
+  process.on(signal, () => {
+    told = true;
+    child.kill(signal);
+  });
+}
 // npm leaves this process behind when it is killed, and would leave the stack with it. (package.json says `exec`: this is
 // npm's own child then, and not that of a shell which outlives npm.)
 const parent = process.ppid;
-setInterval(() => process.ppid === parent || child.kill("SIGTERM"), 500).unref();
+setInterval(() => {
+  if (process.ppid === parent || told) return;
+  told = true;
+  child.kill("SIGTERM");
+}, 500).unref();
 child.on("exit", (code, signal) => process.exit(signal ? 1 : code));
 
 /** The package's own launcher would be one more process between the terminal's signals and Deno. */

@@ -237,12 +237,17 @@ export async function copyTree(from: string, to: string): Promise<void> {
 
 /**
  * For `prepare`: the same engine with a shorter lease and a quicker heartbeat, so that nobody has to wait a minute for a
- * lease to end. Throws when worker.ts no longer has the two constants.
+ * lease to end. Throws when worker.ts no longer has the two constants, or one of `more`.
  */
-export function shortLease(seconds: number, heartbeatMs: number): (appDir: string) => Promise<void> {
+export function shortLease(
+  seconds: number,
+  heartbeatMs: number,
+  more: Record<string, string> = {},
+): (appDir: string) => Promise<void> {
   const changes = {
     "LEASE_SECONDS = 60": `LEASE_SECONDS = ${seconds}`,
     "HEARTBEAT_MS = 20_000": `HEARTBEAT_MS = ${heartbeatMs}`,
+    ...more,
   };
   return async (appDir) => {
     const path = join(appDir, "supabase/functions/_shared/worker.ts");

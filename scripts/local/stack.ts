@@ -46,14 +46,7 @@ export async function startServices(options: ServiceOptions): Promise<Services> 
     log,
     env: async () => ({
       ...await options.env(),
-      // Whatever .env has for the hosted project: this API takes no other's signature.
-      JWT_SIGNING_KEY: keys.jwtSecret,
-      SUPABASE_URL: apiUrl,
-      SUPABASE_DB_URL: options.databaseUrl("postgres"),
-      SUPABASE_SECRET_KEYS: JSON.stringify({ default: keys.secretKey }),
-      SUPABASE_PUBLISHABLE_KEYS: JSON.stringify({ default: keys.publishableKey }),
-      SUPABASE_SERVICE_ROLE_KEY: keys.serviceRoleKey,
-      SUPABASE_ANON_KEY: keys.anonKey,
+      ...platformEnv(apiUrl, options.databaseUrl("postgres"), keys),
     }),
   });
   const gatewayOptions: GatewayOptions = {
@@ -91,6 +84,42 @@ export async function startServices(options: ServiceOptions): Promise<Services> 
     throw error;
   }
   return services;
+}
+
+/** The variables that Supabase gives every function, and the key that signs users' tokens here. */
+const platformEnv = (apiUrl: string, databaseUrl: string, keys: LocalKeys) => ({
+  SUPABASE_URL: apiUrl,
+  SUPABASE_DB_URL: databaseUrl,
+  SUPABASE_SECRET_KEYS: JSON.stringify({ default: keys.secretKey }),
+  SUPABASE_PUBLISHABLE_KEYS: JSON.stringify({ default: keys.publishableKey }),
+  SUPABASE_SERVICE_ROLE_KEY: keys.serviceRoleKey,
+  SUPABASE_ANON_KEY: keys.anonKey,
+  // Whatever .env has for the hosted project: this API takes no other's signature.
+  JWT_SIGNING_KEY: keys.jwtSecret,
+});
+
+/** With these, mails go to the outbox. */
+const outboxEnv = (mailUrl: string) => ({
+  RESEND_API_KEY: "re_local",
+  RESEND_BASE_URL: mailUrl,
+  EMAIL_FROM: "Nightshift <nightshift@localhost>",
+});
+
+/** What functions get from the stack that `npm start` has started for this project; null when none answers. */
+export async function runningStackEnv(projectDir: string): Promise<Record<string, string> | null> {
+  try {
+    const { apiUrl, databaseUrl, mailUrl }: Record<string, string> = JSON.parse(
+      await Deno.readTextFile(join(projectDir, ".local/stack.json")),
+    );
+    await (await fetch(apiUrl, { signal: AbortSignal.timeout(3_000) })).body?.cancel();
+    const keys = await localKeys(join(projectDir, ".local/keys.json"));
+    return {
+      ...platformEnv(apiUrl, databaseUrl, keys),
+      ...Deno.env.get("RESEND_API_KEY") ? {} : outboxEnv(mailUrl),
+    };
+  } catch {
+    return null;
+  }
 }
 
 /** Everything: Postgres, migrations, secrets in Vault, services and the outbox for mails. */
@@ -177,12 +206,7 @@ export async function startStack(options: {
       log,
       env: async () => {
         const env = await readEnv(join(projectDir, "supabase/functions/.env"));
-        const mail: Record<string, string> = env.RESEND_API_KEY ? {} : {
-          RESEND_API_KEY: "re_local",
-          RESEND_BASE_URL: mailUrl,
-          EMAIL_FROM: "Nightshift <nightshift@localhost>",
-        };
-        return { ...mail, ...env };
+        return { ...env.RESEND_API_KEY ? {} : outboxEnv(mailUrl), ...env };
       },
     });
     stops.push(() => startingServices.then((services) => services.stop(), () => {}));

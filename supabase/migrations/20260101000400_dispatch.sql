@@ -14,6 +14,9 @@
 -- Address and secret come from Vault: project_url and cron_secret. What is missing makes the tick fail, every ten seconds,
 -- in cron.job_run_details; never an enqueue. job_dispatch_health() says what is wrong and what to do.
 --
+-- A worker that a poke starts takes no kind whose timeout_ms is over 70,000, its whole lifetime: jobs of such kinds start no
+-- poke, and wait for npm run worker.
+--
 -- pg_cron, pg_net and Vault are created where the server offers them, and named only inside plpgsql, where a name is
 -- looked up when it is used. Where they are missing the queue works, and something else must call the drain function.
 
@@ -121,12 +124,13 @@ declare
   due boolean;
 begin
   if tg_level = 'ROW' then
-    due := new.available_at <= clock_timestamp();
+    due := new.available_at <= clock_timestamp()
+      and not exists (select from public.job_kinds k where k.kind = new.kind and (k.paused or k.timeout_ms > 70000));
   else
     select exists (
       select from inserted i
       where i.status = 'pending' and i.available_at <= clock_timestamp()
-        and not exists (select from public.job_kinds k where k.kind = i.kind and k.paused)
+        and not exists (select from public.job_kinds k where k.kind = i.kind and (k.paused or k.timeout_ms > 70000))
     ) into due;
   end if;
   if due
@@ -229,17 +233,19 @@ begin
   end if;
 end $$;
 
--- The same for all kinds.
+-- The same for all kinds that a poked worker takes.
 create function private.ready_jobs(max_jobs int, out total int, out oldest timestamptz)
 language plpgsql set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set jit = off as $$
 declare
+  long_kinds constant text[] := array(select k.kind from public.job_kinds k where k.timeout_ms > 70000);
   kind text;
   counted record;
 begin
   total := 0;
   foreach kind in array private.waiting_kinds('', 1000000, true) loop
     exit when total >= max_jobs;
+    continue when kind = any (long_kinds);
     select * into counted from private.count_ready_jobs(kind, max_jobs - total);
     total := total + counted.ready;
     oldest := least(oldest, counted.since);
@@ -447,7 +453,7 @@ declare
   ready record;
 begin
   foreach item in array array[
-    'extensions', 'project_url', 'cron_secret', 'tick', 'worker', 'ready jobs', 'leases', 'kinds', 'purge'
+    'extensions', 'project_url', 'cron_secret', 'tick', 'worker', 'ready jobs', 'long jobs', 'leases', 'kinds', 'purge'
   ] loop
     begin
       case item
@@ -505,6 +511,15 @@ begin
             ready.total, case when ready.total = 10000 then '+' end, date_trunc('second', ready.oldest)) end;
           todo := 'Mend the items above. If all hold, look in pg_stat_activity for an old transaction, which may keep rows '
             'locked, and read the log of job-worker: it fails, takes not all kinds, or has more work than it can do.';
+        when 'long jobs' then
+          -- Where some run, somebody takes them, and is busy.
+          select string_agg(k.kind, ', ' order by k.kind) into found_text
+          from public.job_kinds k cross join lateral private.count_ready_jobs(k.kind, 1) r
+          where k.timeout_ms > 70000 and r.since < clock_timestamp() - interval '1 minute'
+            and not exists (select from public.jobs j where j.status = 'running' and j.kind = k.kind);
+          ok := found_text is null;
+          detail := coalesce('nobody takes: ' || left(found_text, 300), 'none waits for long');
+          todo := 'Run npm run worker, or give the kinds a shorter timeout: an Edge Function takes none over 70 s.';
         when 'leases' then
           -- Of jobs whose worker is gone, and which the tick should have taken back.
           select min(j.lease_expires_at) into found_at from public.jobs j where j.status = 'running';

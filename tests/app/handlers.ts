@@ -1,7 +1,9 @@
+import { callDatabase } from "../_shared/database.ts";
 import {
   asUser,
   type Handlers,
   type Job,
+  JobError,
   PermanentError,
   RetryAfterError,
   SnoozeError,
@@ -245,6 +247,15 @@ export const handlers: Handlers = {
   },
   keep: ({ file, what }, job) => keepers[what]?.(job, file),
   pause: ({ ms }) => pause(ms),
+  async call({ name, args }) {
+    try {
+      return { answer: await callDatabase(name, args) };
+    } catch (error) {
+      if (!(error instanceof JobError)) throw error;
+      const { code, detail, hint } = error;
+      return { code, detail, hint };
+    }
+  },
   fail_first({ times }, job) {
     if (job.attempts <= times) throw new RetryAfterError(0.5, `attempt ${job.attempts} fails`);
   },

@@ -62,6 +62,8 @@ export const kinds = {
   },
   /** Tells its isolate what the runtime tells one that is about to end, or with "drain" one that gets no more requests. */
   unload: { schema: z.object({ reason: z.string() }) },
+  /** Calls a SQL function, and gives back its answer or its error. */
+  call: { schema: z.object({ name: z.string(), args: z.record(z.string(), z.unknown()) }) },
   /** Takes its time. */
   pause: { schema: z.object({ ms: z.number() }) },
   /** Fails its first attempts, each to be repeated after half a second. */

@@ -83,6 +83,7 @@ Deno.test("when all is set up and runs, every item holds and nothing is to be do
     "tick",
     "worker",
     "ready jobs",
+    "long jobs",
     "leases",
     "kinds",
     "purge",
@@ -420,7 +421,7 @@ Deno.test("whatever the session's time zone and date style, times are UTC and th
 Deno.test("service_role may ask, although it may read none of what is asked", async () => {
   const api = db.connect("authenticator", { max: 1 });
   await api`set role service_role`;
-  assert.equal((await api`select * from job_dispatch_health()`).length, 9);
+  assert.equal((await api`select * from job_dispatch_health()`).length, 10);
   await assert.rejects(api`select * from private.pokes`, { code: "42501" });
   assert.ok(only(await api`select current_user as role`).role === "service_role");
 });
@@ -467,4 +468,20 @@ Deno.test("jobs that their limits keep waiting are no sign of trouble, but those
   await db
     .sql`update jobs set locked_at = locked_at - interval '31 seconds' where kind = 'rated' and status = 'running'`;
   assert.equal((await ready()).ok, false);
+});
+
+Deno.test("jobs that may run for longer than an Edge Function and that nobody takes for a minute are named, and no fault of the others", async () => {
+  const { sql } = db;
+  await sql`insert into job_kinds (kind, timeout_ms, paused) values ('train', 70001, false), ('halt', 90000, true)`;
+  await sql`
+    insert into jobs (kind, available_at)
+    select kind, clock_timestamp() - interval '59 seconds' from unnest(array['train', 'halt']) kind, generate_series(1, 2)`;
+  assert.deepEqual(await item(sql, "long jobs"), { ok: true, detail: "none waits for long", todo: null });
+  await sql`update jobs set available_at = available_at - interval '2 seconds' where kind in ('train', 'halt')`;
+  const items = await health(sql);
+  assert.deepEqual(items["ready jobs"], { ok: true, detail: "none", todo: null });
+  assert.deepEqual([items["long jobs"]?.ok, items["long jobs"]?.detail], [false, "nobody takes: train"]);
+  assert.match(items["long jobs"]?.todo ?? "", /npm run worker/);
+  await sql`select * from claim_jobs('w', 1, kinds => '{train}')`;
+  assert.equal((await item(sql, "long jobs")).ok, true, "the one that is left waits for a slot");
 });

@@ -22,6 +22,8 @@ Deno.test("a tick that finds nothing ready pokes nobody", async () => {
   await setUpDispatch(db);
   await db.sql`select private.tick()`;
   await db.sql`select enqueue_job('test', delay => '1 hour')`;
+  await db.sql`insert into job_kinds (kind, timeout_ms) values ('long', 70001)`; // no Edge Function takes it
+  await enqueue(db.sql, "long");
   const done = await enqueueAndClaim(db.sql, "done");
   await db.sql`select complete_job(${done.id}, ${done.lease_token})`;
   await emptyNetQueue(db.sql);

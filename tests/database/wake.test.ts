@@ -205,13 +205,23 @@ Deno.test("a poke that fails leaves the caller's transaction usable", async () =
   assert.equal((await db.sql`select from jobs`).count, 2);
 });
 
-Deno.test("a job of a paused kind makes no poke, unless one beside it may start", async () => {
+Deno.test("a job of a paused kind, or of one that no Edge Function has the time for, makes no poke, unless one beside it may start", async () => {
   await setUpDispatch(db);
-  await db.sql`insert into job_kinds (kind, paused) values ('paused', true)`;
-  assert.equal(await pokesOf(db.sql, () => enqueue(db.sql, "paused")), 0);
-  const both = () => db.sql`insert into jobs (kind) values ('paused'), ('test')`;
-  assert.equal(await pokesOf(db.sql, both), 1);
-  await emptyNetQueue(db.sql);
-  await db.sql`update job_kinds set paused = false where true`;
-  assert.equal(await pokesOf(db.sql, () => enqueue(db.sql, "paused")), 1);
+  await db
+    .sql`insert into job_kinds (kind, paused, timeout_ms) values ('paused', true, null), ('long', false, 70001)`;
+  for (const kind of ["paused", "long"]) {
+    assert.equal(await pokesOf(db.sql, () => enqueue(db.sql, kind)), 0);
+    const dead = () =>
+      db.sql`insert into jobs (kind, status, finished_at) values (${kind}, 'dead', now()) returning id`;
+    const { id } = only(await dead());
+    assert.equal(await pokesOf(db.sql, () => db.sql`select retry_jobs(array[${id}::uuid])`), 0);
+    const both = () => db.sql`insert into jobs (kind) values (${kind}), ('test')`;
+    assert.equal(await pokesOf(db.sql, both), 1);
+    await emptyNetQueue(db.sql);
+  }
+  await db.sql`update job_kinds set paused = false, timeout_ms = 70000 where true`;
+  for (const kind of ["paused", "long"]) {
+    assert.equal(await pokesOf(db.sql, () => enqueue(db.sql, kind)), 1);
+    await emptyNetQueue(db.sql);
+  }
 });

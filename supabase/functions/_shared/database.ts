@@ -15,26 +15,35 @@ export function serviceClient(): SupabaseClient {
   });
 }
 
+/** Calls a SQL function with named arguments, and gives back its answer as REST would. Throws what callDatabase throws. */
+export type Transport = (name: string, args: Record<string, unknown>) => Promise<unknown>;
+
+let transport: Transport | undefined;
+
+/** From now on callDatabase goes another way than through REST: for a process that has the database at hand. */
+export function useTransport(call: Transport): void {
+  transport = call;
+}
+
 /**
  * Calls a SQL function through REST as the service role, with the names of its arguments in camelCase, and gives back its
- * answer as JSON has it. Throws JobError with the database's SQLSTATE, message and hint, or `unreachable` when there was no
- * answer within ten seconds: the call may or may not have taken effect.
+ * answer as JSON has it. Throws JobError with the database's SQLSTATE, message and hint, `refused` when the API does not take
+ * the key, or `unreachable` when there was no answer within ten seconds: the call may or may not have taken effect.
  */
 export async function callDatabase(name: string, args: Record<string, unknown>): Promise<unknown> {
+  if (transport) return await transport(name, inSnakeCase(args));
   const controller = new AbortController();
   const call = serviceClient().rpc(name, inSnakeCase(args)).abortSignal(controller.signal);
   const cancelTimeout = after(10_000, () => controller.abort(new Error("no answer within 10 s")));
   const { data, error, status } = await call;
   cancelTimeout();
   // JSON.stringify has a limit of its own, and nothing was sent.
-  if (error?.message.startsWith("RangeError: ")) {
-    throw new JobError("too_large", `${name}: the arguments are nested too deeply for JSON`);
-  }
+  if (error?.message.startsWith("RangeError: ")) throw tooLarge(name);
   if (status === 413) throw new JobError("too_large", `${name}: the body is too large for the API`);
-  if (error?.code) {
-    // Class 22 is about a value, and its details say what is wrong with it. Others may quote a whole row.
-    const why = error.code.startsWith("22") && error.details ? `: ${error.details}` : "";
-    throw new JobError(error.code, error.message + why, error.hint || undefined);
+  if (error?.code) throw databaseError(error);
+  if (error && (status === 401 || status === 403)) {
+    const hint = "Check that the key in SUPABASE_SECRET_KEYS is one of the project at SUPABASE_URL.";
+    throw new JobError("refused", `${name}: the API answered ${status}: ${error.message}`, hint);
   }
   if (error) {
     const hint = "Check SUPABASE_URL and the database's API.";
@@ -42,6 +51,19 @@ export async function callDatabase(name: string, args: Record<string, unknown>):
   }
   return data;
 }
+
+/** What Postgres, or its API, has raised. */
+export function databaseError(
+  { code, message, details, hint }: { code: string; message: string; details?: string; hint?: string },
+): JobError {
+  // Class 22 is about a value, and its details say what is wrong with it. Others may quote a whole row.
+  const why = code.startsWith("22") && details ? `: ${details}` : "";
+  return new JobError(code, message + why, hint || undefined);
+}
+
+/** JSON.stringify has thrown a RangeError. */
+export const tooLarge = (name: string) =>
+  new JobError("too_large", `${name}: the arguments are nested too deeply for JSON`);
 
 /** An object with its keys as SQL has them; what its values hold stays as it is. */
 export const inSnakeCase = (object: object): Record<string, unknown> =>

@@ -1,5 +1,5 @@
 import { type App, attempt, type Held, type Outcome, stop } from "./attempt.ts";
-import { errorText } from "./errors.ts";
+import { errorText, JobError } from "./errors.ts";
 import type { KindDeclarations } from "./kinds.ts";
 import { log } from "./log.ts";
 import { type ClaimedJob, claimJobs, declareJobKinds, extendJobs, takeLostAttempts } from "./queue.ts";
@@ -18,6 +18,13 @@ const AWAKE_FOR_SECONDS = 1;
  */
 const STOP_MS = 2_000;
 const WALL_CLOCK_STOP_MS = 10_000;
+/** A long-running worker that finds nothing looks again after this, doubled each time up to `MAX_IDLE_MS`. */
+const MIN_IDLE_MS = 1_000;
+const MAX_IDLE_MS = 30_000;
+/** How long it tries to settle what has ended, when its claims are refused for good. */
+const LAST_SETTLE_MS = 1_000;
+/** In a long-running worker a suspect waits this long to be alone, and after it has been given back: jobs may run for hours. */
+const SUSPECT_PATIENCE_MS = 60_000;
 /** For how long a suspect is given back when this isolate has another, or no time for it. */
 const SUSPECT_DELAY_SECONDS = 1;
 /** By how much it may outlast the lifetime, after which an isolate has five seconds left on Free. */
@@ -43,6 +50,12 @@ export interface WorkOptions {
   onBacklog?: () => void;
   /** Goes on looking for two seconds after the last job; else it ends as soon as nothing is ready. */
   linger?: boolean;
+  /**
+   * For a process of its own: no lifetime and no cap, it polls while nothing is ready, and repeats claims that fail for a
+   * reason that passes. It ends when `signal` aborts, jobs at hand having `stopMs` to end, or throws when a claim is refused
+   * for good. `worker` is its name. It gives back no results.
+   */
+  longRunning?: { worker: string; stopMs: number };
 }
 
 export interface WorkReport {
@@ -79,14 +92,21 @@ export function wakeWorker(app: App, options: WorkOptions): Promise<WorkReport> 
 
 /** How long an attempt of each kind may run, in ms, as this isolate last heard; the claim says it exactly. */
 let timeouts: Map<string, number> | undefined;
+const timeoutOf = (kind: string) => timeouts?.get(kind) ?? 0;
+
+/** What is over after a while: no connection, conflict, no resources, lock timeout, intervention by an operator. */
+const PASSING = /^(unreachable|PGRST00[0-3]|55P03|(08|40|53|57)[0-9A-Z]{3})$/;
+/** Whether a call that was answered so may be answered otherwise later, with nobody's help. */
+export const passes = (error: unknown) => error instanceof JobError && PASSING.test(error.code);
 
 /**
  * Claims jobs into a pool of slots, runs their handlers and settles them, until nothing is ready. Never throws for a job, but
  * for a database that refuses five claims in a row before one job was done: nothing to do must not look the same.
  */
 export async function work(app: App, options: WorkOptions): Promise<WorkReport> {
-  const { slots = 10, lifetimeMs = 70_000, maxJobs = 500, signal, retirement, linger = false } = options;
-  const worker = `edge-${crypto.randomUUID().slice(0, 8)}`;
+  const { slots = 10, signal, retirement, linger = false, longRunning } = options;
+  const { lifetimeMs = longRunning ? Infinity : 70_000, maxJobs = longRunning ? Infinity : 500 } = options;
+  const worker = longRunning?.worker ?? `edge-${crypto.randomUUID().slice(0, 8)}`;
   const endsAt = performance.now() + lifetimeMs;
   const held = new Set<Held>();
   const results: Settled[] = [];
@@ -96,9 +116,11 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   let accepting = true;
   let claiming = false;
   let gaveUp: unknown;
+  /** When the jobs at hand are given back. */
+  let stopAt = Infinity;
 
-  // But for kinds that nobody takes.
-  const takesAll = () => claimable()?.exceptKinds?.every((kind) => timeouts?.get(kind) === Infinity) ?? false;
+  // But for kinds that no worker of this sort takes.
+  const takesAll = () => claimable()?.exceptKinds?.every((kind) => timeoutOf(kind) > lifetimeMs) ?? false;
   const isTold = () => signal?.aborted || retirement?.aborted;
   const pool: Pool = {
     hasRoom: () => accepting && !isTold() && takesAll() && running < slots && claimed < maxJobs,
@@ -106,41 +128,52 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
     isBusyBeside: (entry) => claiming || held.size > (held.has(entry) ? 1 : 0),
   };
   pools.add(pool);
-  signal?.addEventListener("abort", bell.ring);
+  signal?.addEventListener("abort", startStopping);
   retirement?.addEventListener("abort", bell.ring);
-  const settler = createSettler(held, results, bell.ring);
+  const settler = createSettler(held, results, () => {
+    if (longRunning) results.length = 0; // they would pile up
+    bell.ring();
+  });
   // One at a time: while somebody keeps a row locked, a heartbeat takes its time.
   let beating: Promise<void> | undefined;
   const heartbeat = setInterval(() => {
     beating ??= extendLeases([...held].filter(({ ended }) => !ended)).finally(() => beating = undefined);
   }, HEARTBEAT_MS);
   try {
-    const declared = declare(app.kinds).then((fresh) => timeouts = fresh);
+    const declared = declare(app.kinds).then(hear);
     if (timeouts) {
       declared.catch((error) => log("error", "declare_job_kinds_failed", { error: errorText(error) }, error));
     } else await declared;
-    for (const [kind, timeoutMs] of timeouts ?? []) {
-      if (timeoutMs <= lifetimeMs || timeoutMs === Infinity) continue;
-      const todo = "Give the kind a shorter timeout.";
-      log("error", "kind_not_claimed", { kind, timeoutMs, lifetimeMs, todo });
-    }
 
-    const reporting = reportLostAttempts();
+    const reporting = longRunning ? undefined : reportLostAttempts();
     const backlog = await claimUntilIdle();
     accepting = false;
     if (backlog) options.onBacklog?.();
     await finish();
-    await settler.idle();
-    await reporting;
-    await reportLostAttempts(); // of which the tick has found out meanwhile
-    if (gaveUp && results.length === 0) throw gaveUp;
+    // A database that refuses claims for good may never settle them.
+    await (longRunning && gaveUp ? Promise.race([settler.idle(), sleep(LAST_SETTLE_MS)]) : settler.idle());
+    if (!longRunning) {
+      await reporting;
+      await reportLostAttempts(); // of which the tick has found out meanwhile
+    }
+    if (gaveUp && (longRunning || results.length === 0)) throw gaveUp;
     return { results, backlog };
   } finally {
     accepting = false;
     clearInterval(heartbeat);
-    signal?.removeEventListener("abort", bell.ring);
+    signal?.removeEventListener("abort", startStopping);
     retirement?.removeEventListener("abort", bell.ring);
     pools.delete(pool);
+  }
+
+  /** Takes the timeouts over, and says of a kind once that it has no time for it. */
+  function hear(fresh: Map<string, number>): void {
+    for (const [kind, timeoutMs] of fresh) {
+      if (timeoutMs <= lifetimeMs || timeoutMs === Infinity || timeouts?.get(kind) === timeoutMs) continue;
+      const todo = "Run it with npm run worker, or give the kind a shorter timeout.";
+      log("info", "kind_not_claimed", { kind, timeoutMs, lifetimeMs, todo });
+    }
+    timeouts = fresh;
   }
 
   /** Keeps the slots full. True when it ended with jobs left. */
@@ -149,6 +182,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
     let full = false;
     let looksLeft = 2;
     let failures = 0;
+    let idleMs = MIN_IDLE_MS;
     while (true) {
       if (isTold()) {
         // Nobody pokes while the promise stands. A claim of no kinds takes it back.
@@ -181,11 +215,13 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
         failures = 0;
       } catch (error) {
         log("error", "claim_failed", { worker, error: errorText(error) }, error);
-        if (++failures === 5) {
+        failures++;
+        if (longRunning ? !passes(error) : failures === 5) {
           gaveUp = error;
+          if (longRunning) startStopping();
           return false;
         }
-        await bell.wait(100 * 2 ** failures);
+        await bell.wait(Math.min(100 * 2 ** failures, MAX_IDLE_MS));
         continue;
       } finally {
         claiming = false;
@@ -196,11 +232,15 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
       if (jobs.length > 0) {
         lastWork = performance.now();
         looksLeft = 2;
+        idleMs = MIN_IDLE_MS;
         continue;
       }
 
       let waitMs: number | undefined;
-      if (lingers) {
+      if (longRunning) {
+        waitMs = idleMs;
+        idleMs = Math.min(idleMs * 2, MAX_IDLE_MS);
+      } else if (lingers) {
         waitMs = POLL_MS;
         looksLeft = 2;
       } else if (linger && --looksLeft > 0) {
@@ -209,7 +249,10 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
       } else if (running === 0 && held.size === 0 && !bell.rung()) {
         return false; // not before: what is not settled yet still has its place in its kind's limits
       }
-      if (await bell.wait(waitMs)) lastWork = performance.now();
+      if (await bell.wait(waitMs)) {
+        lastWork = performance.now();
+        idleMs = MIN_IDLE_MS;
+      }
     }
   }
 
@@ -220,7 +263,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   function claimable(): { kinds?: string[]; exceptKinds?: string[] } | null {
     const left = endsAt - performance.now();
     const known = options.kinds ?? Object.keys(app.kinds);
-    const fits = (kind: string) => (timeouts?.get(kind) ?? 0) <= left;
+    const fits = (kind: string) => timeoutOf(kind) <= left && timeoutOf(kind) !== Infinity;
     if (left <= 0 || (known.length > 0 && !known.some(fits))) return null;
     return options.kinds
       ? { kinds: known.filter(fits) }
@@ -248,10 +291,12 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   async function attemptSuspect(entry: Held): Promise<Outcome> {
     if (suspect) return giveBack();
     suspect = entry;
+    const patientUntil = longRunning ? performance.now() + SUSPECT_PATIENCE_MS : Infinity;
     try {
       do {
         await sleep(POLL_MS);
         if (performance.now() + entry.job.timeoutMs > endsAt + SUSPECT_GRACE_MS) return giveBack();
+        if (performance.now() > patientUntil) return giveBack(SUSPECT_PATIENCE_MS / 1000);
       } while (!entry.stopped && [...pools].some((each) => each.isBusyBeside(entry)));
       return await attempt(app, entry);
     } finally {
@@ -259,18 +304,21 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
       for (const each of pools) each.nudge();
     }
 
-    function giveBack(): Outcome {
+    function giveBack(delay = SUSPECT_DELAY_SECONDS): Outcome {
       claimed--;
-      return { stopped: "released", delay: SUSPECT_DELAY_SECONDS };
+      return { stopped: "released", delay };
     }
+  }
+
+  function startStopping(): void {
+    const stopMs = longRunning?.stopMs ?? (signal?.reason === "wall_clock" ? WALL_CLOCK_STOP_MS : STOP_MS);
+    stopAt = performance.now() + stopMs;
+    bell.ring();
   }
 
   /** Waits for the jobs at hand; once told to stop, gives back what does not end in time. */
   async function finish(): Promise<void> {
-    const stopMs = () => signal?.reason === "wall_clock" ? WALL_CLOCK_STOP_MS : STOP_MS;
-    let stopAt = Infinity;
     while (running > 0) {
-      if (signal?.aborted) stopAt = Math.min(stopAt, performance.now() + stopMs());
       if (performance.now() >= stopAt) {
         for (const entry of held) stop(entry, "released");
         stopAt = Infinity;
@@ -302,7 +350,7 @@ async function declare(kinds: KindDeclarations): Promise<Map<string, number>> {
 }
 
 /** Says of attempts whose worker was lost that they have failed, since that worker cannot. */
-async function reportLostAttempts(): Promise<void> {
+export async function reportLostAttempts(): Promise<void> {
   try {
     for (const { jobId: id, ...lost } of await takeLostAttempts()) {
       log("error", "attempt_failed", { id, ...lost });

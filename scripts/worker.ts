@@ -1,0 +1,184 @@
+import { join } from "node:path";
+import { parseArgs } from "node:util";
+import { kinds as declared } from "../supabase/functions/_app/kinds.ts";
+import { useTransport } from "../supabase/functions/_shared/database.ts";
+import { surviveUncaughtErrors } from "../supabase/functions/_shared/edge_runtime.ts";
+import { errorText, JobError } from "../supabase/functions/_shared/errors.ts";
+import { purgeJobs, rescueExpiredJobs, workJobs } from "../supabase/functions/_shared/jobs.ts";
+import { log } from "../supabase/functions/_shared/log.ts";
+import { sleep } from "../supabase/functions/_shared/settler.ts";
+import { passes, reportLostAttempts } from "../supabase/functions/_shared/worker.ts";
+import { connectDirectly } from "./direct.ts";
+import { readEnv } from "./setup.ts";
+
+/**
+ * `npm run worker [-- --kinds a,b --slots 10 --stop-seconds 8]`: a worker in a process of its own, until SIGTERM or Ctrl-C, for
+ * jobs that take longer than an Edge Function lives.
+ */
+
+/** What the tick does in the database, for a project that has none. */
+const UPKEEP_MS = 10_000;
+/** From the end of the stop time to the end of the process, for giving jobs back. Docker kills after ten seconds. */
+const LAST_MS = 1_500;
+/** Signals within this time are one: a terminal sends Ctrl-C to every process, and scripts/run.mjs passes others on. */
+const SAME_SIGNAL_MS = 500;
+
+const projectDir = join(import.meta.dirname ?? ".", "..");
+
+/** Says what is wrong and ends the process. */
+function fail(message: string): never {
+  console.error(message);
+  Deno.exit(1);
+}
+
+const pending = new Set<Promise<unknown>>();
+// As in an Edge Function, what is sent to Sentry is waited for.
+Object.defineProperty(globalThis, "EdgeRuntime", {
+  value: {
+    waitUntil(promise: Promise<unknown>): void {
+      pending.add(promise);
+      promise.finally(() => pending.delete(promise));
+    },
+  },
+});
+
+const { kinds, slots, stopMs } = readOptions();
+await readEnvironment();
+const databaseUrl = Deno.env.get("DATABASE_URL");
+if (databaseUrl) useTransport(connectDirectly(databaseUrl));
+surviveUncaughtErrors();
+
+const worker = `worker-${Deno.hostname()}-${crypto.randomUUID().slice(0, 8)}`;
+const stopping = new AbortController();
+let stoppedAt: number | undefined;
+for (const signal of ["SIGTERM", "SIGINT", "SIGHUP"] as const) {
+  Deno.addSignalListener(signal, () => {
+    if (stoppedAt === undefined) {
+      stoppedAt = performance.now();
+      log("info", "worker_stopping", { worker, signal });
+      stopping.abort();
+      // A database that does not answer must not keep it.
+      setTimeout(
+        () => fail("The worker ends before all jobs are given back: their leases run out."),
+        stopMs + LAST_MS,
+      );
+    } else if (performance.now() - stoppedAt > SAME_SIGNAL_MS) fail("The worker is ended at once.");
+  });
+}
+
+log("info", "worker_started", { worker, slots, kinds, over: databaseUrl ? "postgres" : "rest" });
+try {
+  keepUp();
+  await workOn();
+} catch (error) {
+  log("error", "worker_failed", { worker, error: errorText(error) }, error);
+  await Promise.all(pending);
+  fail(`The worker has ended: ${errorText(error)}${whatToDo(error)}`);
+}
+await Promise.all(pending);
+log("info", "worker_stopped", { worker });
+Deno.exit(0);
+
+/** Works until it is told to stop. Throws what the database refuses for good. */
+async function workOn(): Promise<void> {
+  for (let delayMs = 200;; delayMs = Math.min(delayMs * 2, 30_000)) {
+    try {
+      await workJobs({ kinds, slots, signal: stopping.signal, longRunning: { worker, stopMs } });
+      if (stopping.signal.aborted) return;
+      throw new Error("none of its kinds could be declared: the log says why");
+    } catch (error) {
+      // It has not begun: the kinds are declared first.
+      if (!passes(error)) throw error;
+      log("error", "declare_job_kinds_failed", { worker, error: errorText(error) }, error);
+    }
+    await pause(delayMs);
+    if (stopping.signal.aborted) return;
+  }
+}
+
+/** Every ten seconds what the tick does, whether or not the database has one: rescue, reports, purge. */
+async function keepUp(): Promise<void> {
+  while (!stopping.signal.aborted) {
+    for (const step of [rescueExpiredJobs, reportLostAttempts, purgeJobs]) {
+      try {
+        await step();
+      } catch (error) {
+        log("error", "upkeep_failed", { worker, step: step.name, error: errorText(error) }, error);
+      }
+    }
+    await pause(UPKEEP_MS);
+  }
+}
+
+/** Waits, but not for longer than it works. */
+async function pause(ms: number): Promise<void> {
+  const { signal } = stopping;
+  if (signal.aborted) return;
+  const told = Promise.withResolvers<void>();
+  signal.addEventListener("abort", () => told.resolve(), { once: true });
+  await Promise.race([sleep(ms), told.promise]);
+}
+
+function readOptions(): { kinds?: string[]; slots: number; stopMs: number } {
+  const options = {
+    kinds: { type: "string" },
+    slots: { type: "string" },
+    "stop-seconds": { type: "string" },
+  } as const;
+  const usage = "npm run worker -- [--kinds a,b] [--slots 10] [--stop-seconds 8]";
+  try {
+    const { values } = parseArgs({ options });
+    const slots = Number(values.slots ?? 10);
+    if (!Number.isInteger(slots) || slots < 1 || slots > 1000) {
+      throw new Error("--slots is not from 1 to 1000");
+    }
+    const stopSeconds = Number(values["stop-seconds"] ?? 8);
+    if (!(stopSeconds >= 0 && stopSeconds <= 86_400)) {
+      throw new Error("--stop-seconds is not from 0 to 86400");
+    }
+    const kinds = values.kinds?.split(",").map((kind) => kind.trim());
+    const unknown = kinds?.find((kind) => !Object.hasOwn(declared, kind));
+    if (unknown !== undefined) throw new Error(`_app/kinds.ts declares no kind "${unknown}"`);
+    return { kinds, slots, stopMs: stopSeconds * 1000 };
+  } catch (error) {
+    fail(`${error instanceof Error ? error.message : error}\n${usage}`);
+  }
+}
+
+/** The process's own variables, then supabase/functions/.env for what is missing, then those of a local stack that runs. */
+async function readEnvironment(): Promise<void> {
+  const add = (env: Record<string, string>) => {
+    for (const [name, value] of Object.entries(env)) if (!Deno.env.get(name)) Deno.env.set(name, value);
+  };
+  add(await readEnv(join(projectDir, "supabase/functions/.env")));
+  if (Deno.env.get("DATABASE_URL") || Deno.env.get("SUPABASE_URL")) return;
+  const { runningStackEnv } = await import("./local/stack.ts");
+  const local = await runningStackEnv(projectDir);
+  if (!local) {
+    fail(
+      "There is no database to work for: set DATABASE_URL (postgresql://…), or SUPABASE_URL and SUPABASE_SECRET_KEYS, or " +
+        "run npm start first.",
+    );
+  }
+  add(local);
+}
+
+function whatToDo(error: unknown): string {
+  switch (error instanceof JobError ? error.code : "") {
+    case "42501":
+      return databaseUrl
+        ? "\nUse the user postgres, or another that may execute it, in DATABASE_URL."
+        : "\nUse a secret key, or the service role's.";
+    case "42883":
+    case "PGRST202":
+      return "\nThe database has other migrations than this code: npx supabase db push.";
+    case "PGRST301":
+      return "\nCheck SUPABASE_SECRET_KEYS, or SUPABASE_SERVICE_ROLE_KEY.";
+    case "28P01":
+      return "\nCheck user and password in DATABASE_URL.";
+    case "3D000":
+      return "\nCheck the database's name in DATABASE_URL.";
+    default:
+      return "";
+  }
+}

@@ -1,0 +1,288 @@
+import assert from "node:assert/strict";
+import { join } from "node:path";
+import { linesOf, startTestStack, type TestStack, until, untilLines } from "../support.ts";
+import {
+  databaseEnv,
+  spawnWorker,
+  startWorker,
+  transports,
+  withWorker,
+} from "../functions/worker_process.ts";
+
+/** `npm run worker` as a process: how it ends, and what it outlives. What it does with jobs is in promises.test.ts. */
+
+let stack: TestStack;
+Deno.test.beforeAll(async () => {
+  stack = await startTestStack({ dispatch: false, prepare: withWorker });
+  await stack.sql`select cron.unschedule('nightshift_tick')`;
+});
+Deno.test.afterAll(async () => await stack[Symbol.asyncDispose]());
+
+async function enqueue(kind: string, payload: Record<string, string | number>, count = 1): Promise<string[]> {
+  const rows = await stack.sql`
+    insert into jobs (kind, payload) select ${kind}, ${stack.sql.json(payload)}
+    from generate_series(1, ${count}) returning id`;
+  return rows.map(({ id }) => id);
+}
+
+let files = 0;
+const newFile = () => join(stack.appDir, `lines-${++files}`);
+
+async function states(ids: string[]): Promise<string[]> {
+  const rows = await stack.sql`select status, attempts from jobs where id = any(${ids}) order by id`;
+  return rows.map(({ status, attempts }) => `${status} ${attempts}`);
+}
+
+const untilAll = (ids: string[], state: string) =>
+  until(`${ids.length} jobs to be ${state}`, async () => (await states(ids)).every((one) => one === state));
+
+/** Deletes jobs, so that no later worker takes them. */
+const remove = (ids: string[]) => stack.sql`delete from jobs where id = any(${ids})`;
+
+/** A door to the database that can be shut, as while it restarts, or left open with nobody behind it. */
+function openDoor(databaseUrl: string) {
+  const url = new URL(databaseUrl);
+  const target = { hostname: url.hostname, port: Number(url.port) };
+  const open = new Set<Deno.Conn>();
+  let isStuck = false;
+  let listener = listen(0);
+  const { port } = listener.addr;
+  url.port = String(port);
+
+  function listen(port: number): Deno.TcpListener {
+    const listener = Deno.listen({ hostname: "127.0.0.1", port });
+    (async () => {
+      for await (const conn of listener) pass(conn).catch(() => {});
+    })();
+    return listener;
+  }
+
+  async function pass(conn: Deno.Conn): Promise<void> {
+    const behind = await Deno.connect(target);
+    for (const each of [conn, behind]) open.add(each);
+    const waitWhileStuck = () =>
+      new TransformStream<Uint8Array, Uint8Array>({
+        transform: (chunk, controller) => isStuck ? undefined : controller.enqueue(chunk),
+      });
+    await Promise.all([
+      conn.readable.pipeThrough(waitWhileStuck()).pipeTo(behind.writable),
+      behind.readable.pipeThrough(waitWhileStuck()).pipeTo(conn.writable),
+    ]);
+  }
+
+  const shut = () => {
+    listener.close();
+    for (const conn of open) {
+      try {
+        conn.close();
+      } catch {
+        // It has been closed by the other side.
+      }
+    }
+    open.clear();
+  };
+  return {
+    url: url.href,
+    shut,
+    reopen: () => void (listener = listen(port)),
+    stick: () => void (isStuck = true),
+    [Symbol.dispose]: shut,
+  };
+}
+
+const has = (lines: string[], ...parts: string[]) =>
+  lines.some((line) => parts.every((part) => line.includes(part)));
+
+for (
+  const [how, command, transport] of [
+    ["npm run worker", ["npm", "run", "-s", "worker", "--"], "direct"],
+    ["node", ["node", "scripts/run.mjs", "scripts/worker.ts"], "rest"],
+  ] as const
+) {
+  Deno.test(`at SIGTERM in the middle of ten jobs, started by ${how}, those that can end do, and the rest are given back uncounted`, async () => {
+    const [quick, slow] = [newFile(), newFile()];
+    const ends = await enqueue("wait_for_gate", { file: quick }, 5);
+    const rest = await enqueue("wait_for_signal", { file: slow }, 5);
+    await using worker = await startWorker(stack, databaseEnv(stack, transport), ["--stop-seconds", "1"], [
+      ...command,
+    ]);
+    await untilLines(quick, 5);
+    await untilLines(slow, 5);
+    const ended = worker.end("SIGTERM");
+    await until("the signal", () => has(worker.lines, '"worker_stopping"'));
+    const [late = ""] = await enqueue("echo", {});
+    await Deno.writeTextFile(`${quick}.gate`, "");
+    await untilAll(ends, "succeeded 1");
+    assert.equal(await ended, 0, worker.lines.join("\n"));
+    assert.deepEqual(await states([...rest, late]), Array(6).fill("pending 0"));
+    assert.deepEqual((await linesOf(slow)).slice(5).toSorted(), rest.map((id) => `${id} aborted`).toSorted());
+    assert.equal((await stack.sql`select from job_failures where job_id = any(${rest})`).length, 0);
+    await remove([...rest, late]);
+  });
+}
+
+Deno.test("while the database restarts a worker keeps its jobs at work, and goes on afterwards", async () => {
+  using door = openDoor(stack.db.url("postgres"));
+  await using worker = await startWorker(stack, { DATABASE_URL: door.url });
+  const file = newFile();
+  const [before = ""] = await enqueue("wait_for_gate", { file });
+  await untilLines(file, 1);
+  door.shut();
+  await until("a claim to fail", () => has(worker.lines, '"claim_failed"'));
+  const [after = ""] = await enqueue("echo", {});
+  await Deno.writeTextFile(`${file}.gate`, "");
+  await until("a settling to fail", () => has(worker.lines, '"settle_repeated"'));
+  door.reopen();
+  await untilAll([before, after], "succeeded 1");
+  await stack.sql`
+    select pg_terminate_backend(pid) from pg_stat_activity
+    where datname = current_database() and application_name = 'nightshift worker'`;
+  await untilAll(await enqueue("echo", {}), "succeeded 1");
+  assert.equal(await worker.end(), 0);
+});
+
+Deno.test("a worker over the API outlives the end of that", async () => {
+  await using worker = await startWorker(stack, databaseEnv(stack, "rest"));
+  await untilAll(await enqueue("echo", {}), "succeeded 1");
+  stack.services.gateway.kill("SIGKILL");
+  await until("a claim to fail", () => has(worker.lines, '"claim_failed"'));
+  await untilAll(await enqueue("echo", {}), "succeeded 1");
+  assert.equal(await worker.end(), 0);
+});
+
+Deno.test("a database that no longer answers does not keep a worker from ending; a second signal ends it at once", async () => {
+  for (const again of [false, true]) {
+    const door = openDoor(stack.db.url("postgres"));
+    await using worker = await startWorker(stack, { DATABASE_URL: door.url }, [
+      "--stop-seconds",
+      again ? "60" : "0",
+    ]);
+    const file = newFile();
+    const ids = await enqueue("wait_for_signal", { file });
+    await untilLines(file, 1);
+    door.stick();
+    const began = performance.now();
+    const ended = worker.end("SIGINT");
+    if (again) {
+      await new Promise((resolve) => setTimeout(resolve, 600)); // sooner, it would be the same
+      Deno.kill(worker.pid, "SIGINT");
+    }
+    assert.equal(await ended, 1);
+    const took = performance.now() - began;
+    assert(took < 3_000, `${took} ms`);
+    assert(has(worker.lines, again ? "ended at once" : "leases run out"), worker.lines.join("\n"));
+    door.shut();
+    assert.deepEqual(await states(ids), ["running 1"]);
+    await remove(ids);
+  }
+});
+
+Deno.test("24 long jobs run side by side in a worker, while the Edge Function refuses their kind and says where to run it", async () => {
+  const ids = await enqueue("pause", { ms: 500 }, 24);
+  const [short = ""] = await enqueue("echo", {});
+  const response = await stack.call("job-worker", { wait: true });
+  assert.deepEqual(await response.json(), {
+    processed: 1,
+    results: [{ id: short, kind: "echo", status: "succeeded" }],
+  });
+  const said = '"event":"kind_not_claimed","kind":"pause","timeoutMs":150000';
+  const line = await until("the note", () => stack.lines.find((line) => line.includes(said)));
+  assert.match(line, /"level":"info".*Run it with npm run worker/);
+  assert.deepEqual(await states(ids), Array(24).fill("pending 0"));
+
+  await using worker = await startWorker(stack, databaseEnv(stack, "direct"), [
+    "--kinds",
+    "pause",
+    "--slots",
+    "24",
+  ]);
+  await untilAll(ids, "succeeded 1");
+  const [row] = await stack.sql`
+    select count(distinct locked_by)::int as workers,
+      extract(epoch from max(finished_at) - min(locked_at))::float8 as seconds
+    from jobs where id = any(${ids})`;
+  assert.equal(row?.workers, 1);
+  assert(row?.seconds < 2, `side by side: ${row?.seconds} s`);
+  const [other = ""] = await enqueue("echo", {});
+  assert.equal(await worker.end(), 0);
+  assert.deepEqual(await states([other]), ["pending 0"], "it takes no other kind");
+  await remove([other]);
+});
+
+Deno.test("what no waiting mends ends a worker with a message that says what to do", async (t) => {
+  const wrongPassword = stack.db.url("postgres").replace("postgres:postgres@", "postgres:wrong@");
+  const cases: [what: string, env: Record<string, string>, args: string[], message: RegExp][] = [
+    ["no database", { DATABASE_URL: "", SUPABASE_URL: "" }, [], /set DATABASE_URL .* or run npm start first/],
+    [
+      "a wrong password",
+      { DATABASE_URL: wrongPassword },
+      [],
+      /authentication failed[\s\S]*Check user and password/,
+    ],
+    [
+      "no such database",
+      { DATABASE_URL: `${stack.db.url("postgres")}x` },
+      [],
+      /does not exist[\s\S]*database's name/,
+    ],
+    [
+      "a user without privileges",
+      { DATABASE_URL: stack.db.url("authenticator") },
+      [],
+      /permission denied[\s\S]*DATABASE_URL/,
+    ],
+    [
+      "a wrong key",
+      { ...databaseEnv(stack, "rest"), SUPABASE_SECRET_KEYS: '{"default":"sb_secret_that-no-project-has"}' },
+      [],
+      /Invalid API key .*SUPABASE_SECRET_KEYS/,
+    ],
+    [
+      "no key",
+      { ...databaseEnv(stack, "rest"), SUPABASE_SECRET_KEYS: "" },
+      [],
+      /SUPABASE_SECRET_KEYS holds no key/,
+    ],
+    [
+      "an unknown kind",
+      databaseEnv(stack, "direct"),
+      ["--kinds", "ehco"],
+      /declares no kind "ehco"[\s\S]*npm run worker/,
+    ],
+    ["no slots", databaseEnv(stack, "direct"), ["--slots", "0"], /--slots is not from 1/],
+  ];
+  await Promise.all(cases.map(([what, env, args, message]) =>
+    t.step({
+      name: what,
+      sanitizeExit: false,
+      sanitizeOps: false,
+      sanitizeResources: false,
+      fn: async () => {
+        await using worker = spawnWorker(stack, { SUPABASE_SERVICE_ROLE_KEY: "", ...env }, args);
+        assert.equal((await worker.status).code, 1);
+        assert.match(worker.lines.join("\n"), message);
+      },
+    })
+  ));
+});
+
+for (const transport of transports) {
+  Deno.test(`a claim that is refused for good ends a worker over ${transport}; the jobs at hand get their time`, async () => {
+    const { sql } = stack;
+    const file = newFile();
+    const ids = await enqueue("wait_for_gate", { file });
+    await using worker = await startWorker(stack, databaseEnv(stack, transport));
+    await untilLines(file, 1);
+    // As in a project that has not got this version's migrations.
+    await sql`alter function claim_jobs rename to claim_no_jobs`;
+    try {
+      await until("the refusal", () => has(worker.lines, '"claim_failed"', "claim_jobs"));
+      await Deno.writeTextFile(`${file}.gate`, "");
+      assert.equal((await worker.status).code, 1);
+    } finally {
+      await sql`alter function claim_no_jobs rename to claim_jobs`;
+    }
+    assert.match(worker.lines.at(-1) ?? "", /npx supabase db push/);
+    assert.deepEqual(await states(ids), ["succeeded 1"]);
+  });
+}
