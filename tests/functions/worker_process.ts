@@ -43,7 +43,7 @@ export function databaseEnv(stack: TestStack, transport: TransportName): Record<
   };
 }
 
-/** Starts it with these variables, by its own command unless another is given, and waits until it works. */
+/** Starts it in a project's folder with these variables, by its own command unless another is given, and waits until it works. */
 export async function startWorker(...given: Parameters<typeof spawnWorker>): Promise<WorkerProcess> {
   const worker = spawnWorker(...given);
   const started = () => worker.lines.some((line) => line.includes('"worker_started"'));
@@ -56,14 +56,14 @@ export async function startWorker(...given: Parameters<typeof spawnWorker>): Pro
 
 /** The same, whatever comes of it. */
 export function spawnWorker(
-  stack: TestStack,
+  { appDir }: { appDir: string },
   env: Record<string, string>,
   args: string[] = [],
   [command = "", ...before]: string[] = [Deno.execPath(), "run", "-A", "--quiet", "scripts/worker.ts"],
 ): WorkerProcess {
   const child = new Deno.Command(command, {
     args: [...before, ...args],
-    cwd: stack.appDir,
+    cwd: appDir,
     env: { ...env, NO_COLOR: "1" },
     stdin: "null",
     stdout: "piped",

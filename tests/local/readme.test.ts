@@ -2,6 +2,7 @@ import assert from "node:assert/strict";
 import { join } from "node:path";
 import postgres from "postgres";
 import { recordManagementApi } from "../deploy/management_api.ts";
+import { startWorker } from "../functions/worker_process.ts";
 import { projectDir, until } from "../support.ts";
 import { makeClone, type Start } from "./clone.ts";
 
@@ -25,6 +26,12 @@ Deno.test("the README", async (t) => {
     await t.step(command, async () => {
       if (command === "npm start") {
         start = await clone.start();
+        return;
+      }
+      if (command === "npm run worker") {
+        const env = { ...clone.env, DATABASE_URL: "", SUPABASE_URL: "" };
+        await using worker = await startWorker({ appDir: clone.dir }, env, [], command.split(" "));
+        assert.equal(await worker.end(), 0);
         return;
       }
       // There is no hosted database here: the push goes to the local one, where it finds nothing to do.
