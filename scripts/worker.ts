@@ -45,7 +45,6 @@ Object.defineProperty(globalThis, "EdgeRuntime", {
 const { kinds, slots, stopMs } = readOptions();
 await readEnvironment();
 const databaseUrl = Deno.env.get("DATABASE_URL");
-if (databaseUrl) useTransport(connectDirectly(databaseUrl));
 surviveUncaughtErrors();
 
 const worker = `worker-${Deno.hostname()}-${crypto.randomUUID().slice(0, 8)}`;
@@ -68,6 +67,7 @@ for (const signal of ["SIGTERM", "SIGINT", "SIGHUP"] as const) {
 
 log("info", "worker_started", { worker, slots, kinds, over: databaseUrl ? "postgres" : "rest" });
 try {
+  if (databaseUrl) useTransport(connectDirectly(databaseUrl));
   keepUp();
   await workOn();
 } catch (error) {
@@ -96,15 +96,15 @@ async function workOn(): Promise<void> {
   }
 }
 
-/** Every ten seconds what the tick does, whether or not the database has one: rescue, reports, purge. */
+/** Every ten seconds what the tick does, whether or not the database has one: rescue and purge. And reports, as any worker. */
 async function keepUp(): Promise<void> {
   while (!stopping.signal.aborted) {
-    for (const step of [rescueExpiredJobs, reportLostAttempts, purgeJobs]) {
-      try {
-        await step();
-      } catch (error) {
-        log("error", "upkeep_failed", { worker, step: step.name, error: errorText(error) }, error);
-      }
+    try {
+      await rescueExpiredJobs();
+      await purgeJobs();
+      await reportLostAttempts();
+    } catch (error) {
+      log("error", "upkeep_failed", { worker, error: errorText(error) }, error);
     }
     await pause(UPKEEP_MS);
   }
