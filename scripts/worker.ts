@@ -145,12 +145,13 @@ function readOptions(): { kinds?: string[]; slots: number; stopMs: number } {
   }
 }
 
-/** The process's own variables, then supabase/functions/.env for what is missing, then those of a local stack that runs. */
+/**
+ * The process's own variables, then supabase/functions/.env for what is missing; and where neither says which database, those
+ * of a local stack that runs, in the place of a hosted project's.
+ */
 async function readEnvironment(): Promise<void> {
-  const add = (env: Record<string, string>) => {
-    for (const [name, value] of Object.entries(env)) if (!Deno.env.get(name)) Deno.env.set(name, value);
-  };
-  add(await readEnv(join(projectDir, "supabase/functions/.env")));
+  const own = await readEnv(join(projectDir, "supabase/functions/.env"));
+  for (const [name, value] of Object.entries(own)) if (!Deno.env.get(name)) Deno.env.set(name, value);
   if (Deno.env.get("DATABASE_URL") || Deno.env.get("SUPABASE_URL")) return;
   const { runningStackEnv } = await import("./local/stack.ts");
   const local = await runningStackEnv(projectDir);
@@ -160,7 +161,7 @@ async function readEnvironment(): Promise<void> {
         "run npm start first.",
     );
   }
-  add(local);
+  for (const [name, value] of Object.entries(local)) Deno.env.set(name, value);
 }
 
 function whatToDo(error: unknown): string {

@@ -146,6 +146,38 @@ const promises: Record<string, (run: Run) => Promise<void>> = {
     await untilLines(file, 1);
   },
 
+  async "runs each step of a job once, and the one that failed again"() {
+    const file = newFile();
+    const id = await enqueue("keep", { file, what: "a step that fails" });
+    assert.equal((await jobOnce(id)).attempts, 3);
+    assert.deepEqual(await linesOf(file), ["first", "second", "second", "second"]);
+  },
+
+  async "keeps what is checkpointed for the next attempt, whatever a step gave, and ends a job whose step cannot be stored"() {
+    const [checkpoints, values, large] = [
+      await enqueue("keep", { file: newFile(), what: "checkpoints" }),
+      await enqueue("keep", { file: newFile(), what: "all sorts of values" }),
+      await enqueue("keep", { file: newFile(), what: "five megabytes" }),
+    ];
+    assert.deepEqual((await jobOnce(checkpoints)).result, { page: 3, of: 3 });
+    const { result } = await jobOnce(values);
+    assert(typeof result === "object" && result !== null && "first" in result && "second" in result);
+    assert.deepEqual(result.first, result.second);
+    assert.match((await jobOnce(large)).lastError ?? "", /^PermanentError: the step cannot be stored: /);
+  },
+
+  async "lets a job snooze, which counts no attempt, until it is rescheduled"() {
+    const id = await enqueue("keep", { file: newFile(), what: "a snooze" });
+    await until("the snooze", async () => {
+      const [row] = await stack.sql`
+        select from jobs where id = ${id} and status = 'pending' and attempts = 0 and progress is not null
+          and available_at > clock_timestamp() + interval '90 seconds'`;
+      return row;
+    });
+    await stack.sql`select reschedule_jobs(array[${id}::uuid], clock_timestamp())`;
+    assert.equal((await jobOnce(id)).result, "attempt 1");
+  },
+
   async "stores a result that jsonb cannot hold as well as it can, or says that it cannot"() {
     const [nul, bigint] = [
       await enqueue("poisonous_result", { what: "nul" }),
