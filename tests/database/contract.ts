@@ -110,6 +110,8 @@ export async function useContract(api: Api): Promise<void> {
   assert.deepEqual(enqueued.map(({ created }) => created), [true, false]);
   const again = await api.call<unknown>("enqueue_jobs_as_json", { jobs: batch });
   assert.deepEqual(again.flat(), enqueued.map(({ id }) => ({ id, created: false })));
+  const replacement = { kind: "test", dedupe_key: "r", dedupe: "replace" };
+  assert.deepEqual(await api.call("enqueue_job", replacement), await api.call("enqueue_job", replacement));
   const ids = enqueued.slice(0, 1).map(({ id }) => id);
   assert.deepEqual(await api.call("cancel_jobs", { ids }), ids);
   assert.deepEqual(await api.call("retry_jobs", { ids }), ids);
