@@ -11,29 +11,30 @@
 --     that its handler sees the data of that transaction.
 --   * Batches take their keys in one order, so that two of them cannot deadlock.
 
--- Payload and context have 4 MB of JSON at most, however they come in: a claim of ten must fit into a function's memory, and
--- into the API's time. Updates are not looked at: they come from the functions here, or know what they do.
+-- Payload and context have 4 MB of JSON at most, and progress has 1 MB, however they come in: a claim of ten must fit into a
+-- function's memory, and into the API's time. Updates are not looked at: they come from the functions here, or know what they
+-- do.
 --
 -- In jsonb 1e131071 has few bytes, and as text 131,072: so the numbers of what is larger than a page are written out one by
 -- one first, or to find out that it is too large would take the memory of the server.
-create function private.is_too_large(document jsonb) returns boolean
+create function private.is_too_large(document jsonb, most int default 4000000) returns boolean
 language plpgsql immutable strict set search_path = pg_catalog, pg_temp as $$
 declare
   bytes constant int := pg_column_size(document #> '{}'); -- as it is in memory: from a table it may come compressed
   written int := 0;
   number jsonb;
 begin
-  if bytes > 16000000 then return true; end if;
+  if bytes > 4 * most then return true; end if;
   if bytes > 8000 then
     -- Not from the path itself: its results, one by one, cost the square of how many they are.
     for number in
       select n from jsonb_array_elements(jsonb_path_query_array(document, 'strict $.** ? (@.type() == "number")')) n
     loop
       written := written + length(number::text);
-      if written > 4000000 then return true; end if;
+      if written > most then return true; end if;
     end loop;
   end if;
-  return octet_length(document::text) > 4000000;
+  return octet_length(document::text) > most;
 end $$;
 
 -- Who is asking, of the request's JWT as the API has verified it: the user, the tenant, and the claims but for those of time,
@@ -62,6 +63,10 @@ begin
   if private.is_too_large(new.payload) or private.is_too_large(new.context) then
     raise exception 'jobs: payload or context has more than 4000000 bytes of JSON'
       using errcode = '22023', hint = 'Keep it in Storage or in a table of yours, and enqueue where it is.';
+  end if;
+  if private.is_too_large(new.progress, 1000000) then
+    raise exception 'jobs: progress has more than 1000000 bytes of JSON'
+      using errcode = '22023', hint = 'Keep it in Storage or in a table of yours.';
   end if;
   return new;
 end $$;

@@ -246,7 +246,7 @@ set enable_nestloop = off set enable_mergejoin = off set enable_seqscan = off se
 $$;
 
 -- Merges these fields into the job's progress, which the next attempt is given, and those of `steps` into its steps; false
--- when the job was not held. Raises 22023 for what is no object, and when progress would have more than 4 MB of JSON.
+-- when the job was not held. Raises 22023 for what is no object, and when progress would have more than 1 MB of JSON.
 create function public.checkpoint_job(id uuid, lease_token int, fields jsonb) returns boolean
 language plpgsql set search_path = pg_catalog, pg_temp set enable_seqscan = off set jit = off set lock_timeout = '1s' as $$
 declare
@@ -264,8 +264,9 @@ begin
   where j.id = checkpoint_job.id and j.lease_token = checkpoint_job.lease_token and j.lease_expires_at is not null
   for no key update;
   if not found then return false; end if;
-  if private.is_too_large(merged) then
-    raise exception 'checkpoint_job: progress would have more than 4000000 bytes of JSON' using errcode = '22023',
+  if fields = '{}' then return true; end if; -- only to see whether it is held
+  if private.is_too_large(merged, 1000000) then
+    raise exception 'checkpoint_job: progress would have more than 1000000 bytes of JSON' using errcode = '22023',
       hint = 'Keep it in Storage or in a table of yours, and where it is in progress.';
   end if;
   update public.jobs j set progress = merged, updated_at = clock_timestamp() where j.id = checkpoint_job.id;

@@ -166,6 +166,42 @@ const keepers: Record<string, (job: Job, file: string) => unknown> = {
     await job.step("third", () => append(file, `third of attempt ${job.attempts}`));
     return job.attempts;
   },
+  async "a step in which it waits for the gate"(job, file) {
+    const step = job.step("only", async () => {
+      append(file, "begun");
+      while (!await Deno.stat(`${file}.gate`).then(() => true, () => false)) await pause(10);
+      append(file, "done");
+    });
+    await step.catch((error) => append(file, `refused: ${error === job.signal.reason}`));
+  },
+  async "steps side by side, of which one fails"(job, file) {
+    const charge = async () => {
+      await job.step("charge", async () => {
+        await pause(200);
+        append(file, "charge");
+      });
+      await job.step("send", () => append(file, "send"));
+    };
+    const fail = () => {
+      if (job.attempts === 1) throw again();
+    };
+    await Promise.all([job.step("fail", fail), charge()]);
+  },
+  async "what is not awaited"(job, file) {
+    job.step("step", async () => {
+      await pause(100);
+      append(file, "step");
+    });
+    job.checkpoint({ kept: true });
+    await pause(0);
+    return "done";
+  },
+  async "a failure beside a step that never ends"(job) {
+    await Promise.all([
+      job.step("hangs", () => new Promise(() => {})),
+      Promise.reject(new Error("the failure that counts")),
+    ]);
+  },
   async "a snooze"(job) {
     if (job.progress.snoozed) return `attempt ${job.attempts}`;
     await job.checkpoint({ snoozed: true });

@@ -62,7 +62,7 @@ Deno.test("the next attempt is given it, whoever ends the attempt; so is a job t
 
 Deno.test("what is no object, or too large together, is refused, and what was kept stays", async () => {
   const { id, lease_token } = await enqueueAndClaim(db.sql);
-  await checkpoint(id, lease_token, { text: "x".repeat(2_500_000) });
+  await checkpoint(id, lease_token, { text: "x".repeat(600_000) });
   const before = await job(db.sql, id);
   for (const fields of [null, 1, "x", [{}], { steps: 1 }, { steps: null }, { steps: [] }]) {
     await assert.rejects(() => checkpoint(id, lease_token, fields), {
@@ -75,10 +75,15 @@ Deno.test("what is no object, or too large together, is refused, and what was ke
     { code: "22023", message: /not an object/ },
   );
   await assert.rejects(
-    () => checkpoint(id, lease_token, { more: "x".repeat(2_500_000) }),
-    { code: "22023", message: /progress would have more than 4000000 bytes/, hint: /Storage/ },
+    () => checkpoint(id, lease_token, { more: "x".repeat(600_000) }),
+    { code: "22023", message: /progress would have more than 1000000 bytes/, hint: /Storage/ },
   );
   assert.deepEqual(await job(db.sql, id), before);
+  await assert.rejects(
+    () =>
+      db.sql`insert into jobs (kind, progress) values ('test', jsonb_build_object('x', repeat('x', 1000000)))`,
+    { code: "22023", message: /^jobs: progress has more than 1000000 bytes/ },
+  );
   for (const progress of ["[]", "1", '{"steps": 1}']) {
     await assert.rejects(() => db.sql`update jobs set progress = ${progress}::text::jsonb where id = ${id}`, {
       code: "23514",

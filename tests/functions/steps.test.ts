@@ -131,7 +131,7 @@ for (
     "a response": /gave is Response/,
     "U+0000 in a value": /gave\[0\] has U\+0000/,
     "a circle": /gave has no JSON: .*circular/i,
-    "five megabytes": /progress would have more than 4000000 bytes/,
+    "five megabytes": /progress would have more than 1000000 bytes/,
   })
 ) {
   Deno.test(`a step that gives ${what} ends its job, since what it did would be done again`, async () => {
@@ -149,15 +149,16 @@ Deno.test("a checkpoint that cannot be stored is the handler's error, and what w
   assert.equal(status, "succeeded");
   assert.deepEqual(progress, { page: 1 });
   assert(result && typeof result === "object" && "error" in result && "progress" in result);
-  assert.match(String(result.error), /^JobError: checkpoint_job: progress would have more than 4000000/);
+  assert.match(String(result.error), /^JobError: checkpoint_job: progress would have more than 1000000/);
   assert.deepEqual(result.progress, { page: 1 });
 });
 
-Deno.test("the step of a stale worker is refused and aborts it, and the one that has the job now goes on", async () => {
+Deno.test("a stale worker does not begin its next step, and is aborted; the one that has the job now goes on", async () => {
   const { id, file } = await enqueue("a step, and another after the gate");
   const stale = run();
   await untilLines(file, 1);
   await until("the step's storing", async () => (await job(id)).progress !== null);
+  const storedAt = performance.now();
   await rescue(id);
   const current = stack.call("drain");
   await untilLines(file, 3);
@@ -167,16 +168,55 @@ Deno.test("the step of a stale worker is refused and aborts it, and the one that
     "third of attempt 2",
   ]);
   await (await current).body?.cancel();
+  // What the database has said is taken to hold for a second.
+  await until("a second to pass", () => performance.now() - storedAt > 1_100);
   await Deno.writeTextFile(`${file}.gate`, "");
-  await untilLines(file, 6);
+  await untilLines(file, 5);
   assert.deepEqual((await linesOf(file)).slice(3), [
-    "second of attempt 1",
     "aborted: Error: the job was stopped: lost",
     "refused: true",
   ]);
   assert.deepEqual(await stale, ["lost"]);
   const { result, progress } = await job(id);
   assert.deepEqual([result, progress], [2, { steps: { first: null, second: null, third: null } }]);
+});
+
+Deno.test("what a step gives whose job is cancelled meanwhile is refused, and the worker stops", async () => {
+  const { id, file } = await enqueue("a step in which it waits for the gate");
+  const running = run();
+  await untilLines(file, 1);
+  await stack.sql`select cancel_jobs(array[${id}::uuid])`;
+  await Deno.writeTextFile(`${file}.gate`, "");
+  await untilLines(file, 3);
+  assert.deepEqual(await linesOf(file), ["begun", "done", "refused: true"]);
+  assert.deepEqual(await running, ["lost"]);
+  const { status, progress } = await job(id);
+  assert.deepEqual([status, progress], ["cancelled", null]);
+});
+
+Deno.test("when one of several steps fails, those under way are waited for and stored, and none begins any more", async () => {
+  const { id, file } = await enqueue("steps side by side, of which one fails");
+  await run();
+  assert.deepEqual(await linesOf(file), ["charge", "send"]);
+  assert.equal((await job(id)).attempts, 2);
+  const failures = await stack.sql`select error from job_failures where job_id = ${id}`;
+  assert.deepEqual(failures.map(({ error }) => error), ["RetryAfterError: again"]);
+});
+
+Deno.test("steps and checkpoints that a handler does not await are kept all the same", async () => {
+  const { id, file } = await enqueue("what is not awaited");
+  await run();
+  assert.deepEqual(await linesOf(file), ["step"]);
+  const { result, progress } = await job(id);
+  assert.deepEqual([result, progress], ["done", { kept: true, steps: { step: null } }]);
+});
+
+Deno.test("a handler that has failed beside a step that never ends has failed as it says, when its time is over", async () => {
+  await stack.sql`insert into job_kinds (kind, timeout_ms) values ('keep', 300)
+    on conflict (kind) do update set timeout_ms = 300`;
+  const { last_error } = await runOne("a failure beside a step that never ends");
+  await stack.sql`update job_kinds set timeout_ms = null where kind = 'keep'`;
+  assert.equal(last_error, "Error: the failure that counts");
 });
 
 Deno.test("a step is stored although the database cannot be reached for a while", async () => {

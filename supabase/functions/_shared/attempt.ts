@@ -43,6 +43,7 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
     return { failed: { error } };
   }
   if (entry.stopped === "lost" || entry.stopped === "released") return { stopped: entry.stopped };
+  const thrown: unknown[] = []; // by the handler
   const stopped = new Promise<never>((_, reject) => {
     controller.signal.addEventListener("abort", () => reject(controller.signal.reason), { once: true });
   });
@@ -55,7 +56,8 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
       const error = safeText(`invalid_payload: ${describeIssue(parsed.error.issues[0])}`, MAX_ISSUE_LENGTH);
       return { failed: { error, permanent: true } };
     }
-    const described: Job = Object.assign(createProgress(entry), {
+    const progress = createProgress(entry);
+    const described: Job = Object.assign(progress.handed, {
       id: job.id,
       kind: job.kind,
       attempts: job.attempts,
@@ -66,15 +68,26 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
       signal: controller.signal,
     });
     // The schema gave the payload its handler's type; the map over all kinds has lost which is which.
-    const result = await Promise.race([(handler as Handler<unknown>)(parsed.data, described), stopped]);
-    return storable(result);
+    const run = async () => {
+      try {
+        return await (handler as Handler<unknown>)(parsed.data, described);
+      } catch (error) {
+        thrown.push(error);
+        throw error;
+      } finally {
+        // One of several steps may have failed while others are under way.
+        await progress.end();
+      }
+    };
+    return storable(await Promise.race([run(), stopped]));
   } catch (error) {
-    if (entry.stopped === "timeout") {
+    if (entry.stopped && entry.stopped !== "timeout") return { stopped: entry.stopped };
+    if (entry.stopped === "timeout" && thrown.length === 0) {
       const error = `handler_timeout: the handler was still running after ${job.timeoutMs} ms`;
       return { failed: { error } };
     }
-    if (entry.stopped) return { stopped: entry.stopped };
-    return snoozeOf(error) ?? { failed: failureOf(error), thrown: error };
+    const [why] = thrown.length > 0 ? thrown : [error];
+    return snoozeOf(why) ?? { failed: failureOf(why), thrown: why };
   } finally {
     cancelTimeout();
   }

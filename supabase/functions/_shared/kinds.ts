@@ -43,7 +43,7 @@ export interface Job {
   /** The fields that checkpoint has kept, in this attempt and in those before. */
   readonly progress: Readonly<Record<string, unknown>>;
   /**
-   * Keeps these fields, beside those that are kept already. Throws JobError 22023 for what JSON would change or 4 MB do not
+   * Keeps these fields, beside those that are kept already. Throws JobError 22023 for what JSON would change or 1 MB does not
    * hold, and the signal's reason when the attempt is over.
    */
   checkpoint(fields: Record<string, unknown>): Promise<void>;

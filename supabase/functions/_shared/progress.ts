@@ -6,9 +6,11 @@ import { checkpointJob } from "./queue.ts";
 import { isAboutWhatWasSent, isRefused, sleep } from "./settler.ts";
 
 const MAX_NAME_LENGTH = 200;
+/** For how long the lease is taken to hold after the database has said so. */
+const SURE_MS = 1_000;
 
-/** What a job keeps from one attempt to the next: these parts of the Job that its handler gets. */
-export function createProgress(entry: Held): Pick<Job, "progress" | "checkpoint" | "step"> {
+/** What a job keeps from one attempt to the next: the parts of the Job that its handler gets, and their end. */
+export function createProgress(entry: Held) {
   const { job: { id, kind, leaseToken, progress }, controller: { signal } } = entry;
   const { steps, ...fields } = isObject(progress) ? progress : {};
   const completed = new Map(Object.entries(isObject(steps) ? steps : {}));
@@ -16,14 +18,17 @@ export function createProgress(entry: Held): Pick<Job, "progress" | "checkpoint"
   let kept: Record<string, unknown> = fields;
   /** One call after the other, so that the last is what stays. */
   let calls: Promise<unknown> = Promise.resolve();
+  let heldAt = performance.now();
+  const underWay = new Set<Promise<unknown>>();
+  let ended = false;
 
-  return {
+  const handed: Pick<Job, "progress" | "checkpoint" | "step"> = {
     get progress() {
       return kept;
     },
 
     async checkpoint(given) {
-      signal.throwIfAborted();
+      assertGoesOn();
       if (!isObject(given) || Object.hasOwn(given, "steps")) {
         const hint = "Give an object; its field steps is for job.step.";
         throw new JobError("22023", "job.checkpoint: these are no fields", hint);
@@ -34,23 +39,50 @@ export function createProgress(entry: Held): Pick<Job, "progress" | "checkpoint"
     },
 
     async step<T>(name: string, run: () => T | Promise<T>): Promise<Stored<T>> {
-      signal.throwIfAborted();
+      assertGoesOn();
       assertName(name);
       used.add(name);
       // What it gave in an earlier attempt: the same step, if the name is.
       if (completed.has(name)) return completed.get(name) as Stored<T>;
-      const value = await run() ?? null;
+      const step = runStep(name, run);
+      underWay.add(step);
       try {
-        const copy = jsonCopy(value, `job.step: what ${JSON.stringify(name)} gave`);
-        await store({ steps: { [name]: copy } });
-        return copy as Stored<T>; // equal to it, as jsonCopy has made sure
-      } catch (error) {
-        if (!isAboutWhatWasSent(error)) throw error;
-        // What it did is done, and another attempt would do it again.
-        throw new PermanentError(`the step cannot be stored: ${errorText(error)}`, { cause: error });
+        return await step;
+      } finally {
+        underWay.delete(step);
       }
     },
   };
+
+  return {
+    handed,
+    /** To be called when the handler has ended: no step begins any more. Resolves when what is under way is over and stored. */
+    async end(): Promise<void> {
+      ended = true;
+      while (underWay.size > 0) await Promise.allSettled(underWay);
+      await calls;
+    },
+  };
+
+  async function runStep<T>(name: string, run: () => T | Promise<T>): Promise<Stored<T>> {
+    // A job that was cancelled, or is another worker's by now, is not to have it done.
+    if (performance.now() - heldAt > SURE_MS) await store({});
+    const value = await run() ?? null;
+    try {
+      const copy = jsonCopy(value, `job.step: what ${JSON.stringify(name)} gave`);
+      await store({ steps: { [name]: copy } });
+      return copy as Stored<T>; // equal to it, as jsonCopy has made sure
+    } catch (error) {
+      if (!isAboutWhatWasSent(error)) throw error;
+      // What it did is done, and another attempt would do it again.
+      throw new PermanentError(`the step cannot be stored: ${errorText(error)}`, { cause: error });
+    }
+  }
+
+  function assertGoesOn(): void {
+    signal.throwIfAborted();
+    if (ended) throw new Error(`the handler of job ${id} has ended, and nothing more is kept of it`);
+  }
 
   function assertName(name: string): void {
     let wrong: string | undefined;
@@ -70,8 +102,12 @@ export function createProgress(entry: Held): Pick<Job, "progress" | "checkpoint"
     const call = calls.then(async () => {
       for (let delayMs = 100;; delayMs = Math.min(delayMs * 2, 5_000)) {
         try {
+          const calledAt = performance.now();
           if (!await checkpointJob(id, leaseToken, given)) stop(entry, "lost");
-          else return;
+          else {
+            heldAt = calledAt;
+            return;
+          }
         } catch (error) {
           if (isRefused(error)) throw error;
           log("error", "checkpoint_repeated", { id, kind, error: errorText(error) }, error);
