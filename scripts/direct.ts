@@ -94,7 +94,11 @@ export function connectDirectly(databaseUrl: string): Transport {
       return await Promise.race([query, late.promise]);
     } catch (error) {
       if (error instanceof postgres.PostgresError) {
-        const { code, message, detail: details, hint } = error;
+        const { message, detail: details, hint } = error;
+        // What Supabase's pooler says of a wrong user has the code of what is over after a while.
+        const code = error.code === "XX000" && /tenant or user not found/i.test(message)
+          ? "28P01"
+          : error.code;
         throw databaseError({ code, message, details, hint });
       }
       // Connecting to several addresses fails with one error for each, and no message.

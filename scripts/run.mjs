@@ -49,7 +49,11 @@ setInterval(() => {
   told = true;
   child.kill("SIGTERM");
 }, 500).unref();
-child.on("exit", (code, signal) => process.exit(signal ? 1 : code));
+child.on("exit", (code, signal) => {
+  // Such as by the kernel, for want of memory: the child itself could not say so.
+  if (signal) console.error(`${script} was ended by ${signal}.`);
+  process.exit(signal ? 1 : code);
+});
 
 /** The package's own launcher would be one more process between the terminal's signals and Deno. */
 function denoBinary() {

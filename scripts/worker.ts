@@ -9,6 +9,7 @@ import { log } from "../supabase/functions/_shared/log.ts";
 import { sleep } from "../supabase/functions/_shared/settler.ts";
 import { passes, reportLostAttempts } from "../supabase/functions/_shared/worker.ts";
 import { connectDirectly } from "./direct.ts";
+import { endWhenStuck } from "./local/stuck.ts";
 import { readEnv } from "./setup.ts";
 
 /**
@@ -45,7 +46,17 @@ Object.defineProperty(globalThis, "EdgeRuntime", {
 const { kinds, slots, stopMs } = readOptions();
 await readEnvironment();
 const databaseUrl = Deno.env.get("DATABASE_URL");
+if (databaseUrl && !isUrl(databaseUrl, /^postgres(ql)?:$/)) {
+  const example =
+    "postgresql://user:password@host:5432/postgres, with %25 and %40 for % and @ in the password";
+  fail(`DATABASE_URL is not the address of a database: ${example}`);
+}
+const apiUrl = Deno.env.get("SUPABASE_URL");
+if (apiUrl && !(isUrl(apiUrl, /^https?:$/) && new URL(apiUrl).pathname === "/")) {
+  fail("SUPABASE_URL is not the address of a project's API: https://<ref>.supabase.co");
+}
 surviveUncaughtErrors();
+endWhenStuck();
 
 const worker = `worker-${Deno.hostname()}-${crypto.randomUUID().slice(0, 8)}`;
 const stopping = new AbortController();
@@ -117,6 +128,16 @@ async function pause(ms: number): Promise<void> {
   const told = Promise.withResolvers<void>();
   signal.addEventListener("abort", () => told.resolve(), { once: true });
   await Promise.race([sleep(ms), told.promise]);
+}
+
+function isUrl(text: string, protocol: RegExp): boolean {
+  try {
+    const url = new URL(text);
+    decodeURIComponent(url.username + url.password);
+    return protocol.test(url.protocol) && url.hostname !== "";
+  } catch {
+    return false;
+  }
 }
 
 function readOptions(): { kinds?: string[]; slots: number; stopMs: number } {

@@ -2,9 +2,9 @@
 // EdgeRuntime.waitUntil, turns SIGTERM, or the end of the process that started it, into `beforeunload`, and ends a process
 // in which nothing else can run any more.
 
+import { endWhenStuck } from "./stuck.ts";
+
 const SHUTDOWN_MS = 5_000;
-/** Hosted, a handler that never yields is ended after two seconds of CPU. Here it gets this long: a debugger stops it too. */
-const STUCK_SECONDS = Number(Deno.env.get("LOCAL_STUCK_SECONDS") ?? 60);
 const pending = new Set<Promise<unknown>>();
 
 Object.defineProperty(globalThis, "EdgeRuntime", {
@@ -50,19 +50,4 @@ Object.defineProperty(Deno, "serve", {
 async function endWithParent(): Promise<void> {
   for await (const _ of Deno.stdin.readable);
   await end();
-}
-
-/** A second thread hears from this one ten times in that while. It counts, so that the sleep of the machine is none. */
-function endWhenStuck(): void {
-  const everyMs = STUCK_SECONDS * 100;
-  const thread = `
-    let missed = 0;
-    onmessage = () => missed = 0;
-    setInterval(() => {
-      if (++missed <= 10) return;
-      console.error("nothing else could run for ${STUCK_SECONDS} s: a handler does not yield. The process is ended.");
-      Deno.kill(Deno.pid, "SIGKILL");
-    }, ${everyMs});`;
-  const watch = new Worker(`data:application/javascript,${encodeURIComponent(thread)}`, { type: "module" });
-  setInterval(() => watch.postMessage("alive"), everyMs);
 }

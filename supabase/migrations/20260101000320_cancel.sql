@@ -82,20 +82,22 @@ begin
 end $$;
 
 -- Puts dead and cancelled jobs back, with all their attempts: those with these ids, or dead ones, of `kind` or, with no
--- arguments, of any, the first to die first; at most `max_jobs`. Their failures and progress are kept. Returns the ids of those that now
--- wait. One whose dedupe key another job holds stays as it is, and its last_error says so. Raises 22023 when neither is given
--- but null: a query that was to give the ids has found none, and that is not to mean all.
+-- arguments, of any, the first to die first; at most `max_jobs`. Their failures and progress are kept. Returns the ids of
+-- those that now wait. One whose dedupe key another job holds stays as it is, and its last_error says so. Raises 22023 when
+-- null is all that is given: a query that was to give the ids or the kind has found none, and that is not to mean all. So the
+-- defaults are not null.
 create function public.retry_jobs(
-  ids uuid[] default '{00000000-0000-0000-0000-000000000000}', kind text default null, max_jobs int default 1000
+  ids uuid[] default '{00000000-0000-0000-0000-000000000000}', kind text default '', max_jobs int default 1000
 ) returns setof uuid
 language plpgsql set search_path = pg_catalog, pg_temp
 set enable_seqscan = off set enable_bitmapscan = off set jit = off set plan_cache_mode = force_custom_plan as $$
 declare
   any_job constant boolean := retry_jobs.ids is null or retry_jobs.ids = '{00000000-0000-0000-0000-000000000000}';
+  of_kind constant text := nullif(retry_jobs.kind, '');
   chosen uuid[];
 begin
-  if retry_jobs.ids is null and retry_jobs.kind is null then
-    raise exception 'retry_jobs: ids and kind are null' using errcode = '22023',
+  if any_job and (retry_jobs.kind is null or retry_jobs.ids is null and of_kind is null) then
+    raise exception 'retry_jobs: what is given is null' using errcode = '22023',
       hint = 'Give ids, which may be {}, or a kind; call it without arguments for the dead jobs of all kinds.';
   end if;
   if retry_jobs.max_jobs is null or retry_jobs.max_jobs not between 1 and 100000 then
@@ -106,10 +108,10 @@ begin
     select j.id from public.jobs j
     where j.id = any (case when not any_job then retry_jobs.ids else array(
         select d.id from public.jobs d
-        where d.status = 'dead' and d.finished_at is not null and (retry_jobs.kind is null or d.kind = retry_jobs.kind)
+        where d.status = 'dead' and d.finished_at is not null and (of_kind is null or d.kind = of_kind)
         order by d.finished_at limit retry_jobs.max_jobs
       ) end)
-      and j.status in ('dead', 'cancelled') and (retry_jobs.kind is null or j.kind = retry_jobs.kind)
+      and j.status in ('dead', 'cancelled') and (of_kind is null or j.kind = of_kind)
     order by j.id limit retry_jobs.max_jobs for no key update skip locked
   );
   return query

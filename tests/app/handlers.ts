@@ -123,6 +123,16 @@ const keepers: Record<string, (job: Job, file: string) => unknown> = {
       if (job.attempts < 3) throw again();
     });
   },
+  async "a step that is tried again at once"(job, file) {
+    let calls = 0;
+    const page = () =>
+      job.step("page", () => {
+        append(file, String(++calls));
+        if (calls === 1) throw again();
+        return calls;
+      });
+    return await page().catch(page);
+  },
   async "awkward names"(job) {
     const names = ["__proto__", "constructor", "steps", "ü \u{1f600} '\"", "x".repeat(200)];
     for (const name of names) await job.step(name, () => name);

@@ -52,12 +52,15 @@ Deno.test("without arguments the dead jobs of all kinds go back; with nulls, or 
     const args of [
       "null",
       "ids => null, kind => null",
+      "kind => null",
+      "kind => (select kind from jobs where kind = 'none')",
+      "null, ''",
       "(select array_agg(id) from jobs where kind = 'none')",
     ]
   ) {
     await assert.rejects(retry(args), {
       code: "22023",
-      message: /ids and kind are null/,
+      message: /what is given is null/,
       hint: /without arguments/,
     });
   }

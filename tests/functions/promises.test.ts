@@ -294,7 +294,7 @@ const promises: Record<string, (run: Run) => Promise<void>> = {
       ["enqueue_job", { kind: "echo", delay: "soon" }, { code: "22007" }],
       ["retry_jobs", { ids: null, kind: null }, {
         code: "22023",
-        detail: "retry_jobs: ids and kind are null",
+        detail: "retry_jobs: what is given is null",
         hint:
           "Give ids, which may be {}, or a kind; call it without arguments for the dead jobs of all kinds.",
       }],

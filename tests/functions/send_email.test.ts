@@ -377,7 +377,10 @@ Deno.test("what is not configured or unreachable fails the attempt with its name
   const cases: [Record<string, string>, RegExp][] = [
     [{ RESEND_BASE_URL: `http://127.0.0.1:${freePort()}` }, /^TypeError: .*Connection refused/s],
     [{ RESEND_API_KEY: `${apiKey}\u{1f511}` }, /^TypeError: /],
-    [{ RESEND_API_KEY: "" }, /^JobError: RESEND_API_KEY is not set \(Set it with supabase secrets set\.\)$/],
+    [
+      { RESEND_API_KEY: "" },
+      /^JobError: RESEND_API_KEY is not set \(Set it among the functions' secrets, or in the worker's environment\.\)$/,
+    ],
   ];
   for (const [changes, error] of cases) {
     await restartWith(changes);

@@ -107,6 +107,14 @@ Deno.test("a step that fails is run again, those before it are not", async () =>
   assert.deepEqual([status, progress], ["succeeded", { steps: { first: null, second: null } }]);
 });
 
+Deno.test("a step that fails may be tried again in the same attempt", async () => {
+  const { id, file } = await enqueue("a step that is tried again at once");
+  await run();
+  assert.deepEqual(await linesOf(file), ["1", "2"]);
+  const { attempts, result, progress } = await job(id);
+  assert.deepEqual([attempts, result, progress], [1, 2, { steps: { page: 2 } }]);
+});
+
 Deno.test("any name does that JSON can hold; a name twice, an empty and a long one are refused before the step is run", async () => {
   assert.equal((await runOne("awkward names")).attempts, 2);
   const { id, file } = await enqueue("a name twice");
@@ -115,7 +123,7 @@ Deno.test("any name does that JSON can hold; a name twice, an empty and a long o
   assert.equal(status, "pending");
   assert.match(
     last_error ?? "",
-    /^JobError: job\.step: this attempt has had a step "page" already \(.*number/,
+    /^JobError: job\.step: this attempt has a step "page" already \(.*the row's id/,
   );
   assert.deepEqual(await linesOf(file), ["page"]);
   for (const what of ["an empty name", "a long name", "a name with U+0000"]) {
@@ -173,7 +181,7 @@ Deno.test("a stale worker does not begin its next step, and is aborted; the one 
   await Deno.writeTextFile(`${file}.gate`, "");
   await untilLines(file, 5);
   assert.deepEqual((await linesOf(file)).slice(3), [
-    "aborted: Error: the job was stopped: lost",
+    "aborted: Error: the job was stopped: it was cancelled, or its lease is lost",
     "refused: true",
   ]);
   assert.deepEqual(await stale, ["lost"]);

@@ -31,6 +31,7 @@ export async function withWorker(appDir: string): Promise<void> {
   await shortLease(3, 200, {
     "MIN_IDLE_MS = 1_000": "MIN_IDLE_MS = 20",
     "MAX_IDLE_MS = 30_000": "MAX_IDLE_MS = 50",
+    "SUSPECT_PATIENCE_MS = 10_000": "SUSPECT_PATIENCE_MS = 200",
   })(appDir);
 }
 

@@ -209,6 +209,58 @@ Deno.test("24 long jobs run side by side in a worker, while the Edge Function re
   await remove([other]);
 });
 
+for (const transport of transports) {
+  Deno.test(`a database that is read-only for a while does not end a worker over ${transport}`, async () => {
+    // A connection of before stays as it is.
+    const owner = stack.db.connect("postgres", { max: 1 });
+    const [{ name } = { name: "" }] = await owner`select current_database() as name`;
+    const turn = async (onOff: "on" | "off") => {
+      await owner`alter database ${owner(name)} set default_transaction_read_only = ${owner.unsafe(onOff)}`;
+      await owner`select pg_terminate_backend(pid) from pg_stat_activity
+        where datname = current_database() and pid <> pg_backend_pid() and usename in ('postgres', 'authenticator')`;
+    };
+    await using worker = await startWorker(stack, databaseEnv(stack, transport));
+    const ids = await enqueue("echo", {});
+    await untilAll(ids, "succeeded 1");
+    await turn("on");
+    try {
+      await until("the refusal", () => has(worker.lines, '"claim_failed"', "read-only transaction"));
+    } finally {
+      await turn("off");
+    }
+    const later = await enqueue("echo", {});
+    await untilAll(later, "succeeded 1");
+    assert.equal(await worker.end(), 0, worker.lines.join("\n"));
+  });
+}
+
+Deno.test("a job that may be what ends workers waits for others no longer than it may, and soon lets others in", async () => {
+  const [beside, alone] = [newFile(), newFile()];
+  const long = await enqueue("wait_for_gate", { file: beside });
+  await using worker = await startWorker(stack, databaseEnv(stack, "direct"));
+  await untilLines(beside, 1);
+  const [suspect] = await stack.sql`
+    insert into jobs (kind, payload, attempts, last_error)
+    values ('wait_for_gate', ${stack.sql.json({ file: alone })}, 3, 'lease expired: worker x') returning id`;
+  await untilLines(alone, 1);
+  assert.ok(has(worker.lines, '"suspect_waits_to_be_alone"', suspect?.id));
+  await untilAll(await enqueue("echo", {}), "succeeded 1");
+  for (const file of [beside, alone]) await Deno.writeTextFile(`${file}.gate`, "");
+  await untilAll(long, "succeeded 1");
+  await untilAll([suspect?.id], "succeeded 4");
+});
+
+Deno.test("a worker in which nothing else can run any more is ended, and the log says why", async () => {
+  const ids = await enqueue("block", { ms: 600_000 });
+  const env = { ...databaseEnv(stack, "direct"), LOCAL_STUCK_SECONDS: "1" };
+  await using worker = await startWorker(stack, env, [], ["node", "scripts/run.mjs", "scripts/worker.ts"]);
+  assert.equal((await worker.status).code, 1);
+  assert.ok(has(worker.lines, "a handler does not yield"), worker.lines.join("\n"));
+  assert.ok(has(worker.lines, "was ended by SIGKILL"));
+  assert.deepEqual(await states(ids), ["running 1"]);
+  await remove(ids);
+});
+
 Deno.test("what no waiting mends ends a worker with a message that says what to do", async (t) => {
   const wrongPassword = stack.db.url("postgres").replace("postgres:postgres@", "postgres:wrong@");
   const cases: [what: string, env: Record<string, string>, args: string[], message: RegExp][] = [
@@ -248,6 +300,15 @@ Deno.test("what no waiting mends ends a worker with a message that says what to 
       databaseEnv(stack, "direct"),
       ["--kinds", "ehco"],
       /declares no kind "ehco"[\s\S]*npm run worker/,
+    ],
+    ["no address", { DATABASE_URL: "garbage" }, [], /^DATABASE_URL is not the address of a database: /],
+    ["another address", { DATABASE_URL: stack.apiUrl }, [], /^DATABASE_URL is not the address of a database/],
+    ["a half-encoded password", { DATABASE_URL: "postgresql://a:50%@localhost/x" }, [], /with %25 and %40/],
+    [
+      "not the API's address",
+      { ...databaseEnv(stack, "rest"), SUPABASE_URL: `${stack.apiUrl}/rest/v1` },
+      [],
+      /^SUPABASE_URL is not/,
     ],
     ["no slots", databaseEnv(stack, "direct"), ["--slots", "0"], /--slots is not from 1/],
   ];

@@ -163,5 +163,6 @@ export function describeIssue(issue: { path: PropertyKey[]; message: string } | 
 export function stop(entry: Held, why: NonNullable<Held["stopped"]>): void {
   if (entry.controller.signal.aborted) return;
   entry.stopped = why;
-  entry.controller.abort(new Error(`the job was stopped: ${why}`));
+  const reason = why === "lost" ? "it was cancelled, or its lease is lost" : why;
+  entry.controller.abort(new Error(`the job was stopped: ${reason}`));
 }

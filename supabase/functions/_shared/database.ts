@@ -82,7 +82,7 @@ export function requiredEnv(name: string): string {
   if (!value) {
     const hint = name.startsWith("SUPABASE_")
       ? "Supabase sets it for every function that it runs."
-      : "Set it with supabase secrets set.";
+      : "Set it among the functions' secrets, or in the worker's environment.";
     throw new JobError("not_configured", `${name} is not set`, hint);
   }
   return value;

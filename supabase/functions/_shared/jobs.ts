@@ -9,6 +9,7 @@ import { wakeWorker, work, type WorkOptions, type WorkReport } from "./worker.ts
 /** The queue as this app uses it: the engine bound to the kinds declared in _app/kinds.ts. */
 
 export { asUser, type Context, contextOf } from "./context.ts";
+export { serviceClient } from "./database.ts";
 export { JobError, PermanentError, RetryAfterError, SnoozeError } from "./errors.ts";
 export type { Job } from "./kinds.ts";
 export * from "./queue.ts";

@@ -67,7 +67,13 @@ export function createProgress(entry: Held) {
   async function runStep<T>(name: string, run: () => T | Promise<T>): Promise<Stored<T>> {
     // A job that was cancelled, or is another worker's by now, is not to have it done.
     if (performance.now() - heldAt > SURE_MS) await store({});
-    const value = await run() ?? null;
+    let value: T | null;
+    try {
+      value = await run() ?? null;
+    } catch (error) {
+      used.delete(name); // it may be tried again
+      throw error;
+    }
     try {
       const copy = jsonCopy(value, `job.step: what ${JSON.stringify(name)} gave`);
       await store({ steps: { [name]: copy } });
@@ -90,9 +96,9 @@ export function createProgress(entry: Held) {
       wrong = `a step's name has 1 to ${MAX_NAME_LENGTH} characters`;
     } else if (storableJson(JSON.stringify(name)) !== JSON.stringify(name)) {
       wrong = "a step's name has U+0000 or half a surrogate pair, which jsonb cannot hold";
-    } else if (used.has(name)) wrong = `this attempt has had a step ${JSON.stringify(name)} already`;
+    } else if (used.has(name)) wrong = `this attempt has a step ${JSON.stringify(name)} already`;
     if (wrong) {
-      const hint = "Each step has a name of its own: number those of a loop.";
+      const hint = "Each step has a name of its own: in a loop, name what it is about, such as the row's id.";
       throw new JobError("22023", `job.step: ${wrong}`, hint);
     }
   }
@@ -110,7 +116,9 @@ export function createProgress(entry: Held) {
           }
         } catch (error) {
           if (isRefused(error)) throw error;
-          log("error", "checkpoint_repeated", { id, kind, error: errorText(error) }, error);
+          if (delayMs === 100) {
+            log("error", "checkpoint_repeated", { id, kind, error: errorText(error) }, error);
+          }
           if (!signal.aborted) await sleep(delayMs);
         }
         signal.throwIfAborted();

@@ -58,8 +58,11 @@ export function createSettler(held: Set<Held>, results: Settled[], onSettled = (
         if ("completed" in outcome) {
           completions.push({ entry, told: { ...lease, result: outcome.completed } });
         } else if ("failed" in outcome) failures.push(failed(entry, outcome.failed, outcome.thrown));
-        else if ("snoozed" in outcome) snoozes.push({ entry, told: { ...lease, delay: outcome.snoozed } });
-        else if (outcome.stopped === "released") {
+        else if ("snoozed" in outcome) {
+          const { id, kind } = entry.job;
+          log("info", "snoozed", { id, kind, seconds: outcome.snoozed });
+          snoozes.push({ entry, told: { ...lease, delay: outcome.snoozed } });
+        } else if (outcome.stopped === "released") {
           releases.push({ entry, told: { ...lease, delay: outcome.delay } });
         } else settled(entry, "lost");
       }

@@ -4,6 +4,7 @@ import type { KindDeclarations } from "./kinds.ts";
 import { log } from "./log.ts";
 import { type ClaimedJob, claimJobs, declareJobKinds, extendJobs, takeLostAttempts } from "./queue.ts";
 import { createSettler, halves, isAboutWhatWasSent, isBlocked, type Settled, sleep } from "./settler.ts";
+import { after } from "./timer.ts";
 
 const LEASE_SECONDS = 60;
 /** A third of the lease: two heartbeats may be lost before the lease is. */
@@ -23,8 +24,11 @@ const MIN_IDLE_MS = 1_000;
 const MAX_IDLE_MS = 30_000;
 /** How long it tries to settle what has ended, when its claims are refused for good. */
 const LAST_SETTLE_MS = 1_000;
-/** In a long-running worker a suspect waits this long to be alone, and after it has been given back: jobs may run for hours. */
-const SUSPECT_PATIENCE_MS = 60_000;
+/**
+ * In a long-running worker a suspect waits this long to be alone, and nothing else is claimed for as long again: jobs may run
+ * for hours there.
+ */
+const SUSPECT_PATIENCE_MS = 10_000;
 /** For how long a suspect is given back when this isolate has another, or no time for it. */
 const SUSPECT_DELAY_SECONDS = 1;
 /** By how much it may outlast the lifetime, after which an isolate has five seconds left on Free. */
@@ -94,8 +98,11 @@ export function wakeWorker(app: App, options: WorkOptions): Promise<WorkReport> 
 let timeouts: Map<string, number> | undefined;
 const timeoutOf = (kind: string) => timeouts?.get(kind) ?? 0;
 
-/** What is over after a while: no connection, conflict, no resources, lock timeout, intervention by an operator. */
-const PASSING = /^(unreachable|PGRST00[0-3]|55P03|(08|40|53|57)[0-9A-Z]{3})$/;
+/**
+ * What is over after a while: no connection, conflict, no resources, lock timeout, intervention by an operator; a database
+ * that is read-only, as while its disk is full or a replica takes over, or lets nobody in; and what a pooler raises (XX000).
+ */
+const PASSING = /^(unreachable|PGRST00[0-3]|25006|55P03|55000|XX000|(08|40|53|57)[0-9A-Z]{3})$/;
 /** Whether a call that was answered so may be answered otherwise later, with nobody's help. */
 export const passes = (error: unknown) => error instanceof JobError && PASSING.test(error.code);
 
@@ -286,27 +293,39 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
 
   /**
    * Runs a job that may be what ends workers when all else in this isolate is over and settled: should it do so again, it
-   * takes nothing with it. It is given back when its timeout no longer fits into what that leaves of the lifetime.
+   * takes nothing with it. It is given back when its timeout no longer fits into what that leaves of the lifetime. A
+   * long-running worker waits for that no longer than it may.
    */
   async function attemptSuspect(entry: Held): Promise<Outcome> {
     if (suspect) return giveBack();
     suspect = entry;
+    const { id, kind } = entry.job;
+    log("info", "suspect_waits_to_be_alone", { id, kind, attempt: entry.job.attempts });
     const patientUntil = longRunning ? performance.now() + SUSPECT_PATIENCE_MS : Infinity;
+    let cancel = () => {};
     try {
       do {
         await sleep(POLL_MS);
         if (performance.now() + entry.job.timeoutMs > endsAt + SUSPECT_GRACE_MS) return giveBack();
-        if (performance.now() > patientUntil) return giveBack(SUSPECT_PATIENCE_MS / 1000);
-      } while (!entry.stopped && [...pools].some((each) => each.isBusyBeside(entry)));
+      } while (
+        !entry.stopped && performance.now() < patientUntil &&
+        [...pools].some((each) => each.isBusyBeside(entry))
+      );
+      if (longRunning) cancel = after(SUSPECT_PATIENCE_MS, letOthersIn);
       return await attempt(app, entry);
     } finally {
+      cancel();
+      letOthersIn();
+    }
+
+    function letOthersIn(): void {
       if (suspect === entry) suspect = undefined;
       for (const each of pools) each.nudge();
     }
 
-    function giveBack(delay = SUSPECT_DELAY_SECONDS): Outcome {
+    function giveBack(): Outcome {
       claimed--;
-      return { stopped: "released", delay };
+      return { stopped: "released", delay: SUSPECT_DELAY_SECONDS };
     }
   }
 
