@@ -25,13 +25,13 @@ const checks = [
 ];
 let passed = 0;
 let failed = 0;
-for (const args of checks) {
-  if (await deno(args)) continue;
+await Promise.all(checks.map(async (args) => {
+  if (await deno(args)) return;
   failed++;
   console.error(
     `failed: deno ${args.join(" ")}${args[0] === "fmt" ? " (node_modules/.bin/deno fmt mends it)" : ""}`,
   );
-}
+}));
 
 if (failed === 0) {
   const template = "nightshift_template";

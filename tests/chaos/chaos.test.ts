@@ -17,7 +17,7 @@ Deno.test("whatever process is killed under load, nothing that was acknowledged 
       "SIGKILL the postmaster",
       "pg_terminate_backend of all clients",
     ],
-    stormSeconds: 15,
+    stormSeconds: 10,
     leaseSeconds: 3,
     tickSeconds: 2,
     log: (line) => lines.push(`${((performance.now() - startedAt) / 1000).toFixed(1)} s  ${line}`),
