@@ -212,6 +212,10 @@ const keepers: Record<string, (job: Job, file: string) => unknown> = {
       Promise.reject(new Error("the failure that counts")),
     ]);
   },
+  "an error of its own when it is aborted": (job) =>
+    new Promise((_, reject) => {
+      job.signal.addEventListener("abort", () => reject(new PermanentError("aborted")), { once: true });
+    }),
   async "a snooze"(job) {
     if (job.progress.snoozed) return `attempt ${job.attempts}`;
     await job.checkpoint({ snoozed: true });

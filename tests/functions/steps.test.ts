@@ -222,9 +222,14 @@ Deno.test("steps and checkpoints that a handler does not await are kept all the 
 Deno.test("a handler that has failed beside a step that never ends has failed as it says, when its time is over", async () => {
   await stack.sql`insert into job_kinds (kind, timeout_ms) values ('keep', 300)
     on conflict (kind) do update set timeout_ms = 300`;
-  const { last_error } = await runOne("a failure beside a step that never ends");
+  const what = ["a failure beside a step that never ends", "an error of its own when it is aborted"];
+  const [failed, aborted] = await Promise.all(what.map(enqueue));
+  await run();
   await stack.sql`update job_kinds set timeout_ms = null where kind = 'keep'`;
-  assert.equal(last_error, "Error: the failure that counts");
+  assert.equal((await job(failed?.id ?? "")).last_error, "Error: the failure that counts");
+  // What it throws because its time is over is no news.
+  const { status, last_error } = await job(aborted?.id ?? "");
+  assert.deepEqual([status, last_error?.split(":")[0]], ["pending", "handler_timeout"]);
 });
 
 Deno.test("a step is stored although the database cannot be reached for a while", async () => {

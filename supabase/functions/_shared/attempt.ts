@@ -43,7 +43,7 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
     return { failed: { error } };
   }
   if (entry.stopped === "lost" || entry.stopped === "released") return { stopped: entry.stopped };
-  const thrown: unknown[] = []; // by the handler
+  const thrown: unknown[] = []; // by the handler, of its own accord
   const stopped = new Promise<never>((_, reject) => {
     controller.signal.addEventListener("abort", () => reject(controller.signal.reason), { once: true });
   });
@@ -72,7 +72,7 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
       try {
         return await (handler as Handler<unknown>)(parsed.data, described);
       } catch (error) {
-        thrown.push(error);
+        if (!entry.stopped) thrown.push(error);
         throw error;
       } finally {
         // One of several steps may have failed while others are under way.
