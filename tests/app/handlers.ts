@@ -216,6 +216,16 @@ const keepers: Record<string, (job: Job, file: string) => unknown> = {
     new Promise((_, reject) => {
       job.signal.addEventListener("abort", () => reject(new PermanentError("aborted")), { once: true });
     }),
+  async "steps side by side after a while"(job) {
+    await pause(1_001);
+    let begun = 0;
+    const step = async () => {
+      begun++;
+      await pause(0);
+      return begun;
+    };
+    return await Promise.all(["a", "b", "c", "d"].map((name) => job.step(name, step)));
+  },
   async "a snooze"(job) {
     if (job.progress.snoozed) return `attempt ${job.attempts}`;
     await job.checkpoint({ snoozed: true });

@@ -232,6 +232,10 @@ Deno.test("a handler that has failed beside a step that never ends has failed as
   assert.deepEqual([status, last_error?.split(":")[0]], ["pending", "handler_timeout"]);
 });
 
+Deno.test("steps side by side begin at once, with one look whether the job is still held", async () => {
+  assert.deepEqual((await runOne("steps side by side after a while")).result, [4, 4, 4, 4]);
+});
+
 Deno.test("a step is stored although the database cannot be reached for a while", async () => {
   const { id, file } = await enqueue("a step, and another after the gate");
   const running = run();

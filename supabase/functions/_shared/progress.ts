@@ -19,6 +19,7 @@ export function createProgress(entry: Held) {
   /** One call after the other, so that the last is what stays. */
   let calls: Promise<unknown> = Promise.resolve();
   let heldAt = performance.now();
+  let looking: Promise<void> | undefined;
   const underWay = new Set<Promise<unknown>>();
   let ended = false;
 
@@ -66,7 +67,10 @@ export function createProgress(entry: Held) {
 
   async function runStep<T>(name: string, run: () => T | Promise<T>): Promise<Stored<T>> {
     // A job that was cancelled, or is another worker's by now, is not to have it done.
-    if (performance.now() - heldAt > SURE_MS) await store({});
+    if (performance.now() - heldAt > SURE_MS) {
+      // One look for all that begin side by side.
+      await (looking ??= store({}).finally(() => looking = undefined));
+    }
     let value: T | null;
     try {
       value = await run() ?? null;
