@@ -130,6 +130,7 @@ set enable_nestloop = off set enable_mergejoin = off set enable_seqscan = off se
 #variable_conflict use_column
 declare
   failed private.failed_attempt[];
+  died_at timestamptz;
 begin
   failed := array(
     select distinct on (held.id) row(
@@ -169,9 +170,11 @@ begin
     order by held.id
   );
 
+  -- One time for both tables: list_dead_jobs goes on after a job that was put back by that of its failure.
+  died_at := clock_timestamp();
   update public.jobs j
   set status = 'dead', lease_token = j.lease_token + 1, lease_expires_at = null, last_error = f.error,
-    finished_at = clock_timestamp(), updated_at = clock_timestamp()
+    finished_at = died_at, updated_at = died_at
   from unnest(failed) f
   where j.id = any (array(select i.id from unnest(failed) i)) and j.id = f.id and f.retry_at is null;
 
@@ -183,8 +186,8 @@ begin
   ), ended as materialized (
     select f.*, coalesce(r.status, 'dead') as status from unnest(failed) f left join requeued r on r.id = f.id
   ), recorded as (
-    insert into public.job_failures (job_id, kind, attempt, lease_token, worker, error, retry_at, unreported)
-    select n.id, n.kind, n.attempt, n.lease_token, n.worker, n.error,
+    insert into public.job_failures (job_id, kind, attempt, lease_token, worker, error, failed_at, retry_at, unreported)
+    select n.id, n.kind, n.attempt, n.lease_token, n.worker, n.error, died_at,
       case when n.status in ('pending', 'running') then n.retry_at end, n.error like 'lease expired: worker %'
     from ended n
     on conflict do nothing

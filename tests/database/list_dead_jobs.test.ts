@@ -46,6 +46,17 @@ Deno.test("page by page each comes once, also when the last one of a page was pu
   assert.deepEqual(seen, ids);
 });
 
+Deno.test("jobs that died in one call come once each, also when the last one of a page was put back", async () => {
+  await db.sql`select enqueue_jobs(jsonb_agg('{"kind": "test"}'::jsonb)) from generate_series(1, 20)`;
+  await db.sql`
+    select fail_jobs(jsonb_agg(jsonb_build_object('id', id, 'lease_token', lease_token, 'permanent', true)))
+    from claim_jobs('w', 20)`;
+  const first = await list(null, 10);
+  await db.sql`select retry_jobs(array[${first.at(-1) ?? ""}::uuid])`;
+  const second = await list(null, 10, first.at(-1));
+  assert.equal(new Set([...first, ...second]).size, 20);
+});
+
 Deno.test("what is no page is refused: a number beyond 1 to 1000, and a job that has not died", async () => {
   for (const maxJobs of [0, 1001, -1]) {
     await assert.rejects(() => list(null, maxJobs), { code: "22023", message: /between 1 and 1000/ });
