@@ -1,4 +1,5 @@
 import { join } from "node:path";
+import { setTimeout as delay } from "node:timers/promises";
 import { parseArgs } from "node:util";
 import { kinds as declared } from "../supabase/functions/_app/kinds.ts";
 import { useTransport } from "../supabase/functions/_shared/database.ts";
@@ -6,7 +7,6 @@ import { surviveUncaughtErrors } from "../supabase/functions/_shared/edge_runtim
 import { errorText, JobError } from "../supabase/functions/_shared/errors.ts";
 import { purgeJobs, rescueExpiredJobs, workJobs } from "../supabase/functions/_shared/jobs.ts";
 import { log } from "../supabase/functions/_shared/log.ts";
-import { sleep } from "../supabase/functions/_shared/settler.ts";
 import { passes, reportLostAttempts } from "../supabase/functions/_shared/worker.ts";
 import { connectDirectly } from "./direct.ts";
 import { endWhenStuck } from "./local/stuck.ts";
@@ -121,13 +121,9 @@ async function keepUp(): Promise<void> {
   }
 }
 
-/** Waits, but not for longer than it works. */
+/** Waits, but not for longer than it works. Leaves nothing behind on the signal, which lives as long as the process. */
 async function pause(ms: number): Promise<void> {
-  const { signal } = stopping;
-  if (signal.aborted) return;
-  const told = Promise.withResolvers<void>();
-  signal.addEventListener("abort", () => told.resolve(), { once: true });
-  await Promise.race([sleep(ms), told.promise]);
+  await delay(ms, undefined, { signal: stopping.signal }).catch(() => {});
 }
 
 function isUrl(text: string, protocol: RegExp): boolean {
