@@ -83,10 +83,10 @@ try {
   await workOn();
 } catch (error) {
   log("error", "worker_failed", { worker, error: errorText(error) }, error);
-  await Promise.all(pending);
+  await Promise.allSettled(pending);
   fail(`The worker has ended: ${errorText(error)}${whatToDo(error)}`);
 }
-await Promise.all(pending);
+await Promise.allSettled(pending);
 log("info", "worker_stopped", { worker });
 Deno.exit(0);
 

@@ -18,6 +18,10 @@ const untilAborted = (signal: AbortSignal) =>
 
 const pause = (ms: number) => new Promise((resolve) => setTimeout(resolve, ms));
 
+async function untilGateOf(file: string): Promise<void> {
+  while (!await Deno.stat(`${file}.gate`).then(() => true, () => false)) await pause(10);
+}
+
 function circular(): Record<string, unknown> {
   const value: Record<string, unknown> = {};
   value.self = value;
@@ -166,7 +170,7 @@ const keepers: Record<string, (job: Job, file: string) => unknown> = {
     await job.step("first", () => append(file, `first of attempt ${job.attempts}`));
     if (job.attempts === 1) {
       job.signal.addEventListener("abort", () => append(file, `aborted: ${job.signal.reason}`));
-      while (!await Deno.stat(`${file}.gate`).then(() => true, () => false)) await pause(10);
+      await untilGateOf(file);
     }
     try {
       await job.step("second", () => append(file, `second of attempt ${job.attempts}`));
@@ -179,7 +183,7 @@ const keepers: Record<string, (job: Job, file: string) => unknown> = {
   async "a step in which it waits for the gate"(job, file) {
     const step = job.step("only", async () => {
       append(file, "begun");
-      while (!await Deno.stat(`${file}.gate`).then(() => true, () => false)) await pause(10);
+      await untilGateOf(file);
       append(file, "done");
     });
     await step.catch((error) => append(file, `refused: ${error === job.signal.reason}`));
@@ -254,7 +258,14 @@ export const handlers: Handlers = {
   limited: appendAndPause,
   async wait_for_gate({ file }, job) {
     append(file, job.id);
-    while (!await Deno.stat(`${file}.gate`).then(() => true, () => false)) await pause(10);
+    await untilGateOf(file);
+  },
+  leave_behind({ file }) {
+    const late = async () => {
+      await untilGateOf(file);
+      throw new Error("left behind");
+    };
+    EdgeRuntime.waitUntil(late());
   },
   fail({ how, message }) {
     if (how === "permanent") throw new PermanentError(message);

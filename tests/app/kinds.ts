@@ -50,6 +50,8 @@ export const kinds = {
   },
   /** Fails where nobody waits: in a promise that is not awaited and in a timer. */
   careless: { schema: z.object({}) },
+  /** Ends at once, and leaves a promise with the runtime that fails when the file `<file>.gate` exists. */
+  leave_behind: { schema: z.object({ file }) },
   /** Kills the worker's process the first time, at the moment it is told to, and leaves the file `<file>.died`. */
   die_once: {
     schema: z.object({ file, when: z.enum(["before", "inside", "returned"]) }).refine(

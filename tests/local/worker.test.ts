@@ -331,7 +331,11 @@ for (const transport of transports) {
   Deno.test(`a claim that is refused for good ends a worker over ${transport}; the jobs at hand get their time`, async () => {
     const { sql } = stack;
     const file = newFile();
-    const ids = await enqueue("wait_for_gate", { file });
+    const late = newFile();
+    const ids = [
+      ...await enqueue("leave_behind", { file: late }),
+      ...await enqueue("wait_for_gate", { file }),
+    ];
     await using worker = await startWorker(stack, databaseEnv(stack, transport));
     await untilLines(file, 1);
     // As in a project that has not got this version's migrations.
@@ -339,11 +343,14 @@ for (const transport of transports) {
     try {
       await until("the refusal", () => has(worker.lines, '"claim_failed"', "claim_jobs"));
       await Deno.writeTextFile(`${file}.gate`, "");
+      await until("its end", () => has(worker.lines, '"worker_failed"'));
+      // What a handler has left with the runtime is waited for, and may fail.
+      await Deno.writeTextFile(`${late}.gate`, "");
       assert.equal((await worker.status).code, 1);
     } finally {
       await sql`alter function claim_no_jobs rename to claim_jobs`;
     }
     assert.match(worker.lines.at(-1) ?? "", /npx supabase db push/);
-    assert.deepEqual(await states(ids), ["succeeded 1"]);
+    assert.deepEqual(await states(ids), ["succeeded 1", "succeeded 1"]);
   });
 }
