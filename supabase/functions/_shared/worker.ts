@@ -31,8 +31,6 @@ const LAST_SETTLE_MS = 1_000;
 const SUSPECT_PATIENCE_MS = 10_000;
 /** For how long a suspect is given back when this isolate has another, or no time for it. */
 const SUSPECT_DELAY_SECONDS = 1;
-/** How much later than its start a worker still has its whole lifetime: an isolate has five seconds more on Free. */
-const FIRST_MS = 1_000;
 /** By how much it may outlast the lifetime, after which an isolate has five seconds left on Free. */
 const SUSPECT_GRACE_MS = 4_000;
 
@@ -270,10 +268,10 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
    * none.
    */
   function claimable(): { kinds?: string[]; exceptKinds?: string[] } | null {
-    const left = endsAt - performance.now();
+    // By the second, or a kind that takes the whole lifetime would fit at no time.
+    const left = Math.ceil((endsAt - performance.now()) / 1000) * 1000;
     const known = options.kinds ?? Object.keys(app.kinds);
-    // In its first second a worker takes also what needs its whole lifetime.
-    const fits = (kind: string) => timeoutOf(kind) <= left + FIRST_MS && timeoutOf(kind) !== Infinity;
+    const fits = (kind: string) => timeoutOf(kind) <= left && timeoutOf(kind) !== Infinity;
     if (left <= 0 || (known.length > 0 && !known.some(fits))) return null;
     return options.kinds
       ? { kinds: known.filter(fits) }
