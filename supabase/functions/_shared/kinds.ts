@@ -50,8 +50,8 @@ export interface Job {
   /**
    * Runs a part of the job once: a later attempt does not run it again, but gets what it gave (undefined as null). What it
    * throws goes on to the handler, and nothing is stored: it may be tried again. A name, of at most 200 characters, means the
-   * same work in every attempt. Throws JobError 22023 for that of another step of this attempt, PermanentError for a value that JSON would change, since
-   * the part is done, and the signal's reason when the attempt is over.
+   * same work in every attempt. Throws JobError 22023 for that of another step of this attempt, PermanentError for a value that
+   * JSON would change, since the part is done, and the signal's reason when the attempt is over.
    */
   step<T>(name: string, run: () => T | Promise<T>): Promise<Stored<T>>;
 }
