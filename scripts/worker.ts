@@ -116,6 +116,7 @@ async function keepUp(): Promise<void> {
         await task();
       } catch (error) {
         log("error", "upkeep_failed", { worker, error: errorText(error) }, error);
+        if (passes(error)) break; // the others would say the same
       }
     }
     await pause(UPKEEP_MS);
