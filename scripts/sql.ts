@@ -4,6 +4,8 @@ import { readPorts } from "./local/ports.ts";
 
 /** `npm run sql -- "…"`: runs SQL on the local database as postgres, and prints what comes back as tables. */
 
+type Result = postgres.ValuesRowList<postgres.Row[]>;
+
 const query = Deno.args.join(" ").trim();
 if (query === "") {
   console.error('Give a query: npm run sql -- "select * from jobs"');
@@ -17,11 +19,8 @@ const sql = postgres(url, {
   fetch_types: false,
 });
 try {
-  // One result for one statement, a list of results for several.
-  const answer: postgres.RowList<postgres.Row[]> | postgres.RowList<postgres.Row[]>[] = await sql.unsafe(
-    query,
-  )
-    .simple();
+  // One result for one statement, a list of results for several. Values, since two columns may have one name.
+  const answer: Result | Result[] = await sql.unsafe(query).simple().values();
   for (const rows of "command" in answer ? [answer] : answer) {
     if (rows.columns?.length > 0) console.log(table(rows.columns.map((column) => column.name), rows));
     else console.log(`${rows.command} ${rows.count ?? ""}`.trim());
@@ -47,7 +46,7 @@ async function localDatabase(): Promise<string> {
   return databaseUrl ?? `postgresql://postgres:postgres@127.0.0.1:${readPorts().database}/postgres`;
 }
 
-function table(columns: string[], rows: Record<string, unknown>[]): string {
+function table(columns: string[], rows: unknown[][]): string {
   const show = (value: unknown) =>
     value === null
       ? ""
@@ -58,7 +57,7 @@ function table(columns: string[], rows: Record<string, unknown>[]): string {
       : String(value).replaceAll("\n", "\\n");
   const cells = [
     columns,
-    ...rows.map((row) => columns.map((column) => show(row[column]))),
+    ...rows.map((row) => row.map(show)),
   ];
   const widths = columns.map((_, i) => Math.max(...cells.map((line) => (line[i] ?? "").length)));
   const lines = cells.map((line) => line.map((cell, i) => cell.padEnd(widths[i] ?? 0)).join(" | ").trimEnd());

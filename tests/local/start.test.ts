@@ -45,7 +45,8 @@ Deno.test("npm start, from a clone", async (t) => {
     await Deno.mkdir(join(clone.dir, "supabase/functions/signup"));
     await Deno.writeTextFile(join(clone.dir, "supabase/functions/signup/index.ts"), signup);
     const start = await clone.start();
-    assert.match((await clone.run(`npm run -s sql -- "select count(*) from jobs"`)).output, /^1$/m);
+    const counts = await clone.run(`npm run -s sql -- "select count(*), count(*) + 1 as count from jobs"`);
+    assert.match(counts.output, /^1 +\| 2$/m, "two columns of one name are two");
 
     await t.step("serves a function of one's own, which enqueues a job, to callers with a JWT", async () => {
       const url = `http://127.0.0.1:${clone.env.LOCAL_API_PORT}/functions/v1/signup`;
