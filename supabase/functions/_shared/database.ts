@@ -81,7 +81,7 @@ export function requiredEnv(name: string): string {
   const value = Deno.env.get(name);
   if (!value) {
     const hint = name.startsWith("SUPABASE_")
-      ? "Supabase sets it for every function that it runs."
+      ? "Supabase sets it for every function that it runs; elsewhere set it yourself."
       : "Set it among the functions' secrets, or in the worker's environment.";
     throw new JobError("not_configured", `${name} is not set`, hint);
   }
@@ -109,7 +109,7 @@ export function apiKey(sort: keyof typeof KEY_VARIABLES): string {
   throw new JobError(
     "not_configured",
     detail,
-    `Make a ${sort} key in the project's settings, under API keys.`,
+    `Make a ${sort} key in the project's settings, under API keys; elsewhere than in a function set ${name}.`,
   );
 }
 
