@@ -56,8 +56,10 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
       const error = safeText(`invalid_payload: ${describeIssue(parsed.error.issues[0])}`, MAX_ISSUE_LENGTH);
       return { failed: { error, permanent: true } };
     }
-    const progress = createProgress(entry);
-    const described: Job = Object.assign(progress.handed, {
+    // Made when it is first asked for, since most handlers never do.
+    let kept: ReturnType<typeof createProgress> | undefined;
+    const keep = () => kept ??= createProgress(entry);
+    const described: Job = {
       id: job.id,
       kind: job.kind,
       attempts: job.attempts,
@@ -66,7 +68,12 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
       context: job.context,
       createdAt: new Date(job.createdAt),
       signal: controller.signal,
-    });
+      get progress() {
+        return keep().handed.progress;
+      },
+      checkpoint: (fields) => keep().handed.checkpoint(fields),
+      step: (name, run) => keep().handed.step(name, run),
+    };
     // The schema gave the payload its handler's type; the map over all kinds has lost which is which.
     const run = async () => {
       try {
@@ -76,7 +83,7 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
         throw error;
       } finally {
         // One of several steps may have failed while others are under way.
-        await progress.end();
+        if (kept) await kept.end();
       }
     };
     return storable(await Promise.race([run(), stopped]));
