@@ -180,6 +180,12 @@ const keepers: Record<string, (job: Job, file: string) => unknown> = {
     await job.step("third", () => append(file, `third of attempt ${job.attempts}`));
     return job.attempts;
   },
+  async "a step after the gate"(job, file) {
+    append(file, "begun");
+    while (!await Deno.stat(`${file}.gate`).then(() => true, () => false)) await pause(10);
+    const step = job.step("only", () => append(file, "done"));
+    await step.catch((error) => append(file, `refused: ${error === job.signal.reason}`));
+  },
   async "a step in which it waits for the gate"(job, file) {
     const step = job.step("only", async () => {
       append(file, "begun");

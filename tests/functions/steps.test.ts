@@ -189,6 +189,19 @@ Deno.test("a stale worker does not begin its next step, and is aborted; the one 
   assert.deepEqual([result, progress], [2, { steps: { first: null, second: null, third: null } }]);
 });
 
+Deno.test("a handler whose job was cancelled long before its first step does not begin it", async () => {
+  const { id, file } = await enqueue("a step after the gate");
+  const running = run();
+  await untilLines(file, 1);
+  const startedAt = performance.now();
+  await stack.sql`select cancel_jobs(array[${id}::uuid])`;
+  await until("a second to pass", () => performance.now() - startedAt > 1_100);
+  await Deno.writeTextFile(`${file}.gate`, "");
+  await untilLines(file, 2);
+  assert.deepEqual(await linesOf(file), ["begun", "refused: true"]);
+  assert.deepEqual(await running, ["lost"]);
+});
+
 Deno.test("what a step gives whose job is cancelled meanwhile is refused, and the worker stops", async () => {
   const { id, file } = await enqueue("a step in which it waits for the gate");
   const running = run();

@@ -58,7 +58,8 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
     }
     // Made when it is first asked for, since most handlers never do.
     let kept: ReturnType<typeof createProgress> | undefined;
-    const keep = () => kept ??= createProgress(entry);
+    const startedAt = performance.now();
+    const keep = () => kept ??= createProgress(entry, startedAt);
     const described: Job = {
       id: job.id,
       kind: job.kind,

@@ -9,8 +9,11 @@ const MAX_NAME_LENGTH = 200;
 /** For how long the lease is taken to hold after the database has said so. */
 const SURE_MS = 1_000;
 
-/** What a job keeps from one attempt to the next: the parts of the Job that its handler gets, and their end. */
-export function createProgress(entry: Held) {
+/**
+ * What a job keeps from one attempt to the next: the parts of the Job that its handler gets, and their end. `heldAt`: when
+ * its lease was last known to hold, on performance.now()'s clock.
+ */
+export function createProgress(entry: Held, heldAt: number) {
   const { job: { id, kind, leaseToken, progress }, controller: { signal } } = entry;
   const { steps, ...fields } = isObject(progress) ? progress : {};
   const completed = new Map(Object.entries(isObject(steps) ? steps : {}));
@@ -18,7 +21,6 @@ export function createProgress(entry: Held) {
   let kept: Record<string, unknown> = fields;
   /** One call after the other, so that the last is what stays. */
   let calls: Promise<unknown> = Promise.resolve();
-  let heldAt = performance.now();
   let looking: Promise<void> | undefined;
   const underWay = new Set<Promise<unknown>>();
   let ended = false;
