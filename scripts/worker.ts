@@ -107,7 +107,7 @@ async function workOn(): Promise<void> {
   }
 }
 
-/** Every ten seconds what the tick does, whether or not the database has one: rescue and purge. And reports, as any worker. */
+/** Rescue and purge every ten seconds, as the tick does and whether or not it runs; and the reports that any worker makes. */
 async function keepUp(): Promise<void> {
   while (!stopping.signal.aborted) {
     // What one of them meets is not to keep the others from their work.

@@ -271,6 +271,33 @@ export function seeded(seed: number): () => number {
   };
 }
 
+/** Enqueues jobs by a plain insert, due at once; their ids in order. */
+export async function insertJobs(
+  { sql }: TestStack,
+  kind: string,
+  payload: Record<string, string | number>,
+  count = 1,
+): Promise<string[]> {
+  const rows = await sql`
+    insert into jobs (kind, payload) select ${kind}, ${sql.json(payload)}
+    from generate_series(1, ${count}) returning id`;
+  return rows.map(({ id }) => id);
+}
+
+/** Status and attempts of jobs, such as "succeeded 1", in the order of their ids. */
+export async function states({ sql }: TestStack, ids: string[]): Promise<string[]> {
+  const rows = await sql`select status, attempts from jobs where id = any(${ids}) order by id`;
+  return rows.map(({ status, attempts }) => `${status} ${attempts}`);
+}
+
+/** Waits until all of these jobs are in that state. */
+export async function untilStates(stack: TestStack, ids: string[], state: string): Promise<void> {
+  await until(
+    `${ids.length} jobs to be ${state}`,
+    async () => (await states(stack, ids)).every((one) => one === state),
+  );
+}
+
 /** The lines that handlers have written to a file; none while it is not there. */
 export async function linesOf(file: string): Promise<string[]> {
   const text = await Deno.readTextFile(file).catch(() => "");

@@ -1,6 +1,16 @@
 import assert from "node:assert/strict";
 import { join } from "node:path";
-import { linesOf, shortLease, startTestStack, type TestStack, until, untilLines } from "../support.ts";
+import {
+  insertJobs,
+  linesOf,
+  shortLease,
+  startTestStack,
+  states,
+  type TestStack,
+  until,
+  untilLines,
+  untilStates,
+} from "../support.ts";
 
 /**
  * What a worker does when the runtime announces the end of its isolate with `beforeunload`. The local runtime does so at
@@ -17,23 +27,8 @@ Deno.test.beforeAll(async () => {
 });
 Deno.test.afterAll(async () => await stack[Symbol.asyncDispose]());
 
-async function enqueue(kind: string, payload: Record<string, string>, count = 1): Promise<string[]> {
-  const rows = await stack.sql`
-    insert into jobs (kind, payload) select ${kind}, ${stack.sql.json(payload)}
-    from generate_series(1, ${count}) returning id`;
-  return rows.map(({ id }) => id);
-}
-
 /** A file for handlers to write to, removed with the stack. */
 const newFile = () => join(stack.appDir, `lines-${++files}`);
-
-async function states(ids: string[]): Promise<string[]> {
-  const rows = await stack.sql`select status, attempts from jobs where id = any(${ids}) order by id`;
-  return rows.map(({ status, attempts }) => `${status} ${attempts}`);
-}
-
-const untilAll = (ids: string[], state: string) =>
-  until(`${ids.length} jobs to be ${state}`, async () => (await states(ids)).every((one) => one === state));
 
 async function poke(): Promise<void> {
   const response = await stack.call("job-worker");
@@ -49,8 +44,8 @@ async function isPromised(): Promise<boolean> {
 /** Has a worker at hand: one job that ends when its gate opens, and three that end only when they are told to stop. */
 async function startJobs() {
   const [quick, slow] = [newFile(), newFile()];
-  const ends = await enqueue("wait_for_gate", { file: quick });
-  const rest = await enqueue("wait_for_signal", { file: slow }, 3);
+  const ends = await insertJobs(stack, "wait_for_gate", { file: quick });
+  const rest = await insertJobs(stack, "wait_for_signal", { file: slow }, 3);
   await untilLines(quick, 1);
   await untilLines(slow, 3);
   await until("the worker to promise that it will look for more", async () => {
@@ -62,7 +57,7 @@ async function startJobs() {
 
 async function announce(reason: string): Promise<void> {
   if (reason === "termination") Deno.kill(stack.pid(), "SIGTERM");
-  else await untilAll(await enqueue("unload", { reason }), "succeeded 1"); // or another isolate would be told, later
+  else await untilStates(stack, await insertJobs(stack, "unload", { reason }), "succeeded 1"); // or another isolate would be told, later
   await until("the promise to be taken back", async () => !await isPromised());
 }
 
@@ -72,12 +67,12 @@ for (const reason of ["cpu", "wall_clock", "early_drop", "termination"]) {
     const pid = stack.pid();
     const { ends, rest, slow, openGate } = await startJobs();
     await announce(reason);
-    const [late] = await enqueue("echo", {});
+    const [late] = await insertJobs(stack, "echo", {});
     assert(late);
     await openGate();
-    await untilAll(ends, "succeeded 1");
+    await untilStates(stack, ends, "succeeded 1");
 
-    await untilAll(rest, "pending 0");
+    await untilStates(stack, rest, "pending 0");
     const [given] = await sql`
       select bool_and(available_at <= clock_timestamp()) as due,
         (select count(*)::int from job_failures f where f.job_id = any(${rest})) as failures
@@ -85,14 +80,14 @@ for (const reason of ["cpu", "wall_clock", "early_drop", "termination"]) {
     assert.deepEqual({ ...given }, { due: true, failures: 0 });
     assert.deepEqual((await linesOf(slow)).slice(3).toSorted(), rest.map((id) => `${id} aborted`).toSorted());
     await sql`delete from jobs where id = any(${rest})`;
-    assert.deepEqual(await states([late]), ["pending 0"]);
+    assert.deepEqual(await states(stack, [late]), ["pending 0"]);
 
     // The runtime ends the isolate, and so does the local one after its SIGTERM.
     if (reason !== "termination") Deno.kill(pid, "SIGKILL");
     await stack.untilRestarted(pid);
-    const [next] = await enqueue("echo", {});
+    const [next] = await insertJobs(stack, "echo", {});
     assert(next);
-    await untilAll([late, next], "succeeded 1");
+    await untilStates(stack, [late, next], "succeeded 1");
   });
 }
 
@@ -103,12 +98,12 @@ Deno.test("a worker that is killed before it has given its jobs back leaves them
   const pid = stack.pid();
   Deno.kill(pid, "SIGKILL");
   await stack.untilRestarted(pid);
-  assert.deepEqual(await states([...ends, ...rest]), Array(4).fill("running 1"));
+  assert.deepEqual(await states(stack, [...ends, ...rest]), Array(4).fill("running 1"));
   await sql`delete from jobs where id = any(${rest})`;
   await openGate();
   await sql`update jobs set lease_expires_at = clock_timestamp() where id = any(${ends})`;
   await (await stack.call("drain")).body?.cancel();
-  assert.deepEqual(await states(ends), ["succeeded 2"]);
+  assert.deepEqual(await states(stack, ends), ["succeeded 2"]);
   const failures = await sql`select error from job_failures where job_id = any(${ends})`;
   assert.match(failures[0]?.error, /^lease expired: worker edge-/);
 });
@@ -117,14 +112,14 @@ Deno.test("an isolate that lives on after its shutdown answers, and takes nothin
   const { rest, openGate } = await startJobs();
   await openGate();
   await announce("wall_clock");
-  await untilAll(rest, "pending 0");
+  await untilStates(stack, rest, "pending 0");
   await stack.sql`delete from jobs where id = any(${rest})`;
   const pid = stack.pid();
-  const ids = await enqueue("echo", {}, 3);
+  const ids = await insertJobs(stack, "echo", {}, 3);
   await poke();
   const response = await stack.call("job-worker", { wait: true });
   assert.deepEqual(await response.json(), { processed: 0, results: [] });
-  assert.deepEqual(await states(ids), Array(3).fill("pending 0"));
+  assert.deepEqual(await states(stack, ids), Array(3).fill("pending 0"));
   assert.equal(await isPromised(), false);
   assert.equal(stack.pid(), pid);
 
@@ -138,16 +133,16 @@ Deno.test("an isolate whose memory runs short gives back what does not end in ti
   const { sql } = stack;
   const pid = stack.pid();
   const { ends, rest, slow, openGate } = await startJobs();
-  await untilAll(await enqueue("unload", { reason: "memory" }), "succeeded 1");
+  await untilStates(stack, await insertJobs(stack, "unload", { reason: "memory" }), "succeeded 1");
   await openGate();
-  await untilAll(ends, "succeeded 1");
+  await untilStates(stack, ends, "succeeded 1");
   await until("the rest to be told to stop", async () => {
     const lines = await linesOf(slow);
     return rest.every((id) => lines.includes(`${id} aborted`));
   });
-  await untilAll(await enqueue("echo", {}, 3), "succeeded 1");
+  await untilStates(stack, await insertJobs(stack, "echo", {}, 3), "succeeded 1");
   await untilLines(slow, 9); // entered, aborted and entered again
-  assert.deepEqual(await states(rest), Array(3).fill("running 1"));
+  assert.deepEqual(await states(stack, rest), Array(3).fill("running 1"));
   assert.equal((await sql`select from job_failures where job_id = any(${rest})`).length, 0);
   assert.equal(stack.pid(), pid);
   await sql`delete from jobs where id = any(${rest})`;
@@ -158,16 +153,19 @@ Deno.test("an isolate that is sent no more requests takes no more jobs, and give
   const pid = stack.pid();
   const { ends, rest, openGate } = await startJobs();
   await announce("drain");
-  const [late] = await enqueue("echo", {});
+  const [late] = await insertJobs(stack, "echo", {});
   assert(late);
   // Longer than it would wait at a shutdown.
   await new Promise((resolve) => setTimeout(resolve, 2_500));
-  assert.deepEqual(await states([...ends, ...rest, late]), [...Array(4).fill("running 1"), "pending 0"]);
+  assert.deepEqual(await states(stack, [...ends, ...rest, late]), [
+    ...Array(4).fill("running 1"),
+    "pending 0",
+  ]);
   await openGate();
-  await untilAll(ends, "succeeded 1");
+  await untilStates(stack, ends, "succeeded 1");
   await sql`delete from jobs where id = any(${rest})`;
   Deno.kill(pid, "SIGKILL");
   await stack.untilRestarted(pid);
   await poke();
-  await untilAll([late], "succeeded 1");
+  await untilStates(stack, [late], "succeeded 1");
 });

@@ -1,6 +1,15 @@
 import assert from "node:assert/strict";
 import { join } from "node:path";
-import { linesOf, startTestStack, type TestStack, until, untilLines } from "../support.ts";
+import {
+  insertJobs,
+  linesOf,
+  startTestStack,
+  states,
+  type TestStack,
+  until,
+  untilLines,
+  untilStates,
+} from "../support.ts";
 import {
   databaseEnv,
   spawnWorker,
@@ -18,23 +27,8 @@ Deno.test.beforeAll(async () => {
 });
 Deno.test.afterAll(async () => await stack[Symbol.asyncDispose]());
 
-async function enqueue(kind: string, payload: Record<string, string | number>, count = 1): Promise<string[]> {
-  const rows = await stack.sql`
-    insert into jobs (kind, payload) select ${kind}, ${stack.sql.json(payload)}
-    from generate_series(1, ${count}) returning id`;
-  return rows.map(({ id }) => id);
-}
-
 let files = 0;
 const newFile = () => join(stack.appDir, `lines-${++files}`);
-
-async function states(ids: string[]): Promise<string[]> {
-  const rows = await stack.sql`select status, attempts from jobs where id = any(${ids}) order by id`;
-  return rows.map(({ status, attempts }) => `${status} ${attempts}`);
-}
-
-const untilAll = (ids: string[], state: string) =>
-  until(`${ids.length} jobs to be ${state}`, async () => (await states(ids)).every((one) => one === state));
 
 /** Deletes jobs, so that no later worker takes them. */
 const remove = (ids: string[]) => stack.sql`delete from jobs where id = any(${ids})`;
@@ -101,8 +95,8 @@ for (
 ) {
   Deno.test(`at SIGTERM in the middle of ten jobs, started by ${how}, those that can end do, and the rest are given back uncounted`, async () => {
     const [quick, slow] = [newFile(), newFile()];
-    const ends = await enqueue("wait_for_gate", { file: quick }, 5);
-    const rest = await enqueue("wait_for_signal", { file: slow }, 5);
+    const ends = await insertJobs(stack, "wait_for_gate", { file: quick }, 5);
+    const rest = await insertJobs(stack, "wait_for_signal", { file: slow }, 5);
     await using worker = await startWorker(stack, databaseEnv(stack, transport), ["--stop-seconds", "1"], [
       ...command,
     ]);
@@ -110,11 +104,11 @@ for (
     await untilLines(slow, 5);
     const ended = worker.end("SIGTERM");
     await until("the signal", () => has(worker.lines, '"worker_stopping"'));
-    const [late = ""] = await enqueue("echo", {});
+    const [late = ""] = await insertJobs(stack, "echo", {});
     await Deno.writeTextFile(`${quick}.gate`, "");
-    await untilAll(ends, "succeeded 1");
+    await untilStates(stack, ends, "succeeded 1");
     assert.equal(await ended, 0, worker.lines.join("\n"));
-    assert.deepEqual(await states([...rest, late]), Array(6).fill("pending 0"));
+    assert.deepEqual(await states(stack, [...rest, late]), Array(6).fill("pending 0"));
     assert.deepEqual((await linesOf(slow)).slice(5).toSorted(), rest.map((id) => `${id} aborted`).toSorted());
     assert.equal((await stack.sql`select from job_failures where job_id = any(${rest})`).length, 0);
     await remove([...rest, late]);
@@ -125,28 +119,28 @@ Deno.test("while the database restarts a worker keeps its jobs at work, and goes
   using door = openDoor(stack.db.url("postgres"));
   await using worker = await startWorker(stack, { DATABASE_URL: door.url });
   const file = newFile();
-  const [before = ""] = await enqueue("wait_for_gate", { file });
+  const [before = ""] = await insertJobs(stack, "wait_for_gate", { file });
   await untilLines(file, 1);
   door.shut();
   await until("a claim to fail", () => has(worker.lines, '"claim_failed"'));
-  const [after = ""] = await enqueue("echo", {});
+  const [after = ""] = await insertJobs(stack, "echo", {});
   await Deno.writeTextFile(`${file}.gate`, "");
   await until("a settling to fail", () => has(worker.lines, '"settle_repeated"'));
   door.reopen();
-  await untilAll([before, after], "succeeded 1");
+  await untilStates(stack, [before, after], "succeeded 1");
   await stack.sql`
     select pg_terminate_backend(pid) from pg_stat_activity
     where datname = current_database() and application_name = 'nightshift worker'`;
-  await untilAll(await enqueue("echo", {}), "succeeded 1");
+  await untilStates(stack, await insertJobs(stack, "echo", {}), "succeeded 1");
   assert.equal(await worker.end(), 0);
 });
 
 Deno.test("a worker over the API outlives the end of that", async () => {
   await using worker = await startWorker(stack, databaseEnv(stack, "rest"));
-  await untilAll(await enqueue("echo", {}), "succeeded 1");
+  await untilStates(stack, await insertJobs(stack, "echo", {}), "succeeded 1");
   stack.services.gateway.kill("SIGKILL");
   await until("a claim to fail", () => has(worker.lines, '"claim_failed"'));
-  await untilAll(await enqueue("echo", {}), "succeeded 1");
+  await untilStates(stack, await insertJobs(stack, "echo", {}), "succeeded 1");
   assert.equal(await worker.end(), 0);
 });
 
@@ -158,7 +152,7 @@ Deno.test("a database that no longer answers does not keep a worker from ending;
       again ? "60" : "0",
     ]);
     const file = newFile();
-    const ids = await enqueue("wait_for_signal", { file });
+    const ids = await insertJobs(stack, "wait_for_signal", { file });
     await untilLines(file, 1);
     door.stick();
     const began = performance.now();
@@ -172,14 +166,14 @@ Deno.test("a database that no longer answers does not keep a worker from ending;
     assert(took < 3_000, `${took} ms`);
     assert(has(worker.lines, again ? "ended at once" : "leases run out"), worker.lines.join("\n"));
     door.shut();
-    assert.deepEqual(await states(ids), ["running 1"]);
+    assert.deepEqual(await states(stack, ids), ["running 1"]);
     await remove(ids);
   }
 });
 
 Deno.test("24 long jobs run side by side in a worker, while the Edge Function refuses their kind and says where to run it", async () => {
-  const ids = await enqueue("pause", { ms: 500 }, 24);
-  const [short = ""] = await enqueue("echo", {});
+  const ids = await insertJobs(stack, "pause", { ms: 500 }, 24);
+  const [short = ""] = await insertJobs(stack, "echo", {});
   const response = await stack.call("job-worker", { wait: true });
   assert.deepEqual(await response.json(), {
     processed: 1,
@@ -188,7 +182,7 @@ Deno.test("24 long jobs run side by side in a worker, while the Edge Function re
   const said = '"event":"kind_not_claimed","kind":"pause","timeoutMs":150000';
   const line = await until("the note", () => stack.lines.find((line) => line.includes(said)));
   assert.match(line, /"level":"info".*Run it with npm run worker/);
-  assert.deepEqual(await states(ids), Array(24).fill("pending 0"));
+  assert.deepEqual(await states(stack, ids), Array(24).fill("pending 0"));
 
   await using worker = await startWorker(stack, databaseEnv(stack, "direct"), [
     "--kinds",
@@ -196,16 +190,16 @@ Deno.test("24 long jobs run side by side in a worker, while the Edge Function re
     "--slots",
     "24",
   ]);
-  await untilAll(ids, "succeeded 1");
+  await untilStates(stack, ids, "succeeded 1");
   const [row] = await stack.sql`
     select count(distinct locked_by)::int as workers,
       extract(epoch from max(finished_at) - min(locked_at))::float8 as seconds
     from jobs where id = any(${ids})`;
   assert.equal(row?.workers, 1);
   assert(row?.seconds < 2, `side by side: ${row?.seconds} s`);
-  const [other = ""] = await enqueue("echo", {});
+  const [other = ""] = await insertJobs(stack, "echo", {});
   assert.equal(await worker.end(), 0);
-  assert.deepEqual(await states([other]), ["pending 0"], "it takes no other kind");
+  assert.deepEqual(await states(stack, [other]), ["pending 0"], "it takes no other kind");
   await remove([other]);
 });
 
@@ -220,23 +214,23 @@ for (const transport of transports) {
         where datname = current_database() and pid <> pg_backend_pid() and usename in ('postgres', 'authenticator')`;
     };
     await using worker = await startWorker(stack, databaseEnv(stack, transport));
-    const ids = await enqueue("echo", {});
-    await untilAll(ids, "succeeded 1");
+    const ids = await insertJobs(stack, "echo", {});
+    await untilStates(stack, ids, "succeeded 1");
     await turn("on");
     try {
       await until("the refusal", () => has(worker.lines, '"claim_failed"', "read-only transaction"));
     } finally {
       await turn("off");
     }
-    const later = await enqueue("echo", {});
-    await untilAll(later, "succeeded 1");
+    const later = await insertJobs(stack, "echo", {});
+    await untilStates(stack, later, "succeeded 1");
     assert.equal(await worker.end(), 0, worker.lines.join("\n"));
   });
 }
 
 Deno.test("a job that may be what ends workers waits for others no longer than it may, and soon lets others in", async () => {
   const [beside, alone] = [newFile(), newFile()];
-  const long = await enqueue("wait_for_gate", { file: beside });
+  const long = await insertJobs(stack, "wait_for_gate", { file: beside });
   await using worker = await startWorker(stack, databaseEnv(stack, "direct"));
   await untilLines(beside, 1);
   const [suspect] = await stack.sql`
@@ -244,20 +238,20 @@ Deno.test("a job that may be what ends workers waits for others no longer than i
     values ('wait_for_gate', ${stack.sql.json({ file: alone })}, 3, 'lease expired: worker x') returning id`;
   await untilLines(alone, 1);
   assert.ok(has(worker.lines, '"suspect_waits_to_be_alone"', suspect?.id));
-  await untilAll(await enqueue("echo", {}), "succeeded 1");
+  await untilStates(stack, await insertJobs(stack, "echo", {}), "succeeded 1");
   for (const file of [beside, alone]) await Deno.writeTextFile(`${file}.gate`, "");
-  await untilAll(long, "succeeded 1");
-  await untilAll([suspect?.id], "succeeded 4");
+  await untilStates(stack, long, "succeeded 1");
+  await untilStates(stack, [suspect?.id], "succeeded 4");
 });
 
 Deno.test("a worker in which nothing else can run any more is ended, and the log says why", async () => {
-  const ids = await enqueue("block", { ms: 600_000 });
+  const ids = await insertJobs(stack, "block", { ms: 600_000 });
   const env = { ...databaseEnv(stack, "direct"), LOCAL_STUCK_SECONDS: "1" };
   await using worker = await startWorker(stack, env, [], ["node", "scripts/run.mjs", "scripts/worker.ts"]);
   assert.equal((await worker.status).code, 1);
   assert.ok(has(worker.lines, "a handler does not yield"), worker.lines.join("\n"));
   assert.ok(has(worker.lines, "was ended by SIGKILL"));
-  assert.deepEqual(await states(ids), ["running 1"]);
+  assert.deepEqual(await states(stack, ids), ["running 1"]);
   await remove(ids);
 });
 
@@ -333,8 +327,8 @@ for (const transport of transports) {
     const file = newFile();
     const late = newFile();
     const ids = [
-      ...await enqueue("leave_behind", { file: late }),
-      ...await enqueue("wait_for_gate", { file }),
+      ...await insertJobs(stack, "leave_behind", { file: late }),
+      ...await insertJobs(stack, "wait_for_gate", { file }),
     ];
     await using worker = await startWorker(stack, databaseEnv(stack, transport));
     await untilLines(file, 1);
@@ -351,6 +345,6 @@ for (const transport of transports) {
       await sql`alter function claim_no_jobs rename to claim_jobs`;
     }
     assert.match(worker.lines.at(-1) ?? "", /npx supabase db push/);
-    assert.deepEqual(await states(ids), ["succeeded 1", "succeeded 1"]);
+    assert.deepEqual(await states(stack, ids), ["succeeded 1", "succeeded 1"]);
   });
 }

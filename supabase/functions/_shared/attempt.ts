@@ -70,10 +70,10 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
       createdAt: new Date(job.createdAt),
       signal: controller.signal,
       get progress() {
-        return keep().handed.progress;
+        return keep().progress;
       },
-      checkpoint: (fields) => keep().handed.checkpoint(fields),
-      step: (name, run) => keep().handed.step(name, run),
+      checkpoint: (fields) => keep().checkpoint(fields),
+      step: (name, run) => keep().step(name, run),
     };
     // The schema gave the payload its handler's type; the map over all kinds has lost which is which.
     const run = async () => {

@@ -13,7 +13,10 @@ const SURE_MS = 1_000;
  * What a job keeps from one attempt to the next: the parts of the Job that its handler gets, and their end. `heldAt`: when
  * its lease was last known to hold, on performance.now()'s clock.
  */
-export function createProgress(entry: Held, heldAt: number) {
+export function createProgress(
+  entry: Held,
+  heldAt: number,
+): Pick<Job, "progress" | "checkpoint" | "step"> & { end(): Promise<void> } {
   const { job: { id, kind, leaseToken, progress }, controller: { signal } } = entry;
   const { steps, ...fields } = isObject(progress) ? progress : {};
   const completed = new Map(Object.entries(isObject(steps) ? steps : {}));
@@ -25,7 +28,7 @@ export function createProgress(entry: Held, heldAt: number) {
   const underWay = new Set<Promise<unknown>>();
   let ended = false;
 
-  const handed: Pick<Job, "progress" | "checkpoint" | "step"> = {
+  return {
     get progress() {
       return kept;
     },
@@ -55,10 +58,7 @@ export function createProgress(entry: Held, heldAt: number) {
         underWay.delete(step);
       }
     },
-  };
 
-  return {
-    handed,
     /** To be called when the handler has ended: no step begins any more. Resolves when what is under way is over and stored. */
     async end(): Promise<void> {
       ended = true;
