@@ -26,7 +26,8 @@ create table private.turns (
 );
 insert into private.turns values ('');
 
--- When how many jobs of a kind with a rate limit were claimed, within its last rate_period.
+-- When how many jobs of a kind with a rate limit were claimed, within its last two rate_periods: a claim that others have
+-- overtaken looks back from its own time.
 create table private.starts (
   kind text not null,
   at timestamptz not null,
@@ -118,9 +119,11 @@ begin
     ));
   end if;
   if limits.rate_limit is not null and places > 0 then
-    places := least(places, limits.rate_limit - (
-      select coalesce(sum(s.jobs), 0)::int from private.starts s
-      where s.kind = free_places.kind and s.at > free_places.at - limits.rate_period
+    places := least(places, (
+      -- Overtaken by more than a period: what it would have to count may be forgotten.
+      select case when max(s.at) > free_places.at + limits.rate_period then 0
+        else limits.rate_limit - coalesce(sum(s.jobs), 0)::int end
+      from private.starts s where s.kind = free_places.kind and s.at > free_places.at - limits.rate_period
     ));
   end if;
   return greatest(places, 0);
@@ -484,7 +487,7 @@ begin
 end $$;
 
 -- Notes for the rate limits that these jobs start at that time: up to the next thousandth of the period, so that no more than
--- a thousand rows are ever counted.
+-- two thousand rows are ever counted.
 create function private.record_starts(ids uuid[], at timestamptz) returns void
 language sql set search_path = pg_catalog, pg_temp as $$
   with started as (
@@ -493,7 +496,7 @@ language sql set search_path = pg_catalog, pg_temp as $$
     where j.id = any (record_starts.ids)
     group by k.kind
   ), forgotten as (
-    delete from private.starts s using started n where s.kind = n.kind and s.at <= record_starts.at - n.period
+    delete from private.starts s using started n where s.kind = n.kind and s.at <= record_starts.at - 2 * n.period
   )
   insert into private.starts as s (kind, at, jobs)
   select n.kind, to_timestamp(ceil(extract(epoch from record_starts.at) / step.s) * step.s), n.jobs

@@ -1,7 +1,16 @@
 import assert from "node:assert/strict";
 import postgres from "postgres";
-import { seeded } from "../support.ts";
-import { claim, cost, enqueue, expireLeases, only, openTransaction, sharedDatabase } from "./queue.ts";
+import { seeded, until } from "../support.ts";
+import {
+  claim,
+  cost,
+  enqueue,
+  expireLeases,
+  only,
+  openTransaction,
+  sharedDatabase,
+  untilBlocking,
+} from "./queue.ts";
 
 /** The limits in job_kinds: concurrency, key_concurrency, rate_limit per rate_period, paused. */
 
@@ -169,6 +178,25 @@ Deno.test("no window of rate_period holds more claims than rate_limit, counting 
   assertRate(times, 5, 200);
   const took = Math.max(...times) - Math.min(...times);
   assert.ok(took >= 1200 && took < 3000, `31 claims took ${took} ms; 1200 would do`);
+});
+
+Deno.test("a claim that others overtake by more than a rate_period keeps within the rate, and the next one has its jobs", async () => {
+  await set("test", { rate_limit: 2, rate_period: "100 ms" });
+  await add(4);
+  const { sql, pid } = await openTransaction(db);
+  await sql`lock table private.low_water in access exclusive mode`;
+  const late = claim(db.sql); // has its time, and waits for the lock
+  await untilBlocking(db, pid);
+  assert.equal((await claim(sql)).length, 2);
+  await sql`select pg_sleep(0.15)`; // The first claim must be older than a rate_period: nothing to wait for but the clock.
+  assert.equal((await claim(sql, 1)).length, 1);
+  await sql`commit`;
+  assert.deepEqual(await late, [], "what it could have counted by its time is forgotten");
+  await until("a claim that has the last one", async () => (await claim(db.sql)).length);
+  const times = await db.sql<
+    { at: number }[]
+  >`select extract(epoch from locked_at)::float8 * 1000 as at from jobs`;
+  assertRate(times.map(({ at }) => at), 2, 100);
 });
 
 Deno.test("a rate_limit without a period is per minute, and released jobs count as well", async () => {
