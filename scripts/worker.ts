@@ -13,7 +13,7 @@ import { endWhenStuck } from "./local/stuck.ts";
 import { readEnv } from "./setup.ts";
 
 /**
- * `npm run worker [-- --kinds a,b --slots 10 --stop-seconds 8]`: a worker in a process of its own, until SIGTERM or Ctrl-C, for
+ * `npm run worker [-- --kinds a,b --slots 10 --stop-seconds 7]`: a worker in a process of its own, until SIGTERM or Ctrl-C, for
  * jobs that take longer than an Edge Function lives.
  */
 
@@ -144,14 +144,14 @@ function readOptions(): { kinds?: string[]; slots: number; stopMs: number } {
     slots: { type: "string" },
     "stop-seconds": { type: "string" },
   } as const;
-  const usage = "npm run worker -- [--kinds a,b] [--slots 10] [--stop-seconds 8]";
+  const usage = "npm run worker -- [--kinds a,b] [--slots 10] [--stop-seconds 7]";
   try {
     const { values } = parseArgs({ options });
     const slots = Number(values.slots ?? 10);
     if (!Number.isInteger(slots) || slots < 1 || slots > 1000) {
       throw new Error("--slots is not from 1 to 1000");
     }
-    const stopSeconds = Number(values["stop-seconds"] ?? 8);
+    const stopSeconds = Number(values["stop-seconds"] ?? 7);
     if (!(stopSeconds >= 0 && stopSeconds <= 86_400)) {
       throw new Error("--stop-seconds is not from 0 to 86400");
     }

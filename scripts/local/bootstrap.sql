@@ -41,6 +41,14 @@ alter default privileges for role postgres, supabase_admin in schema public
   grant all on functions to postgres, anon, authenticated, service_role;
 alter default privileges for role postgres, supabase_admin in schema public
   grant all on sequences to postgres, anon, authenticated, service_role;
+-- Since October 30, 2026, and in new projects since May 30, the API's roles get no use of what postgres creates
+-- (supabase.com/changelog/45329; the statements are those of `auto_expose_new_tables = false`).
+alter default privileges for role postgres in schema public
+  revoke select, insert, update, delete on tables from anon, authenticated, service_role;
+alter default privileges for role postgres in schema public
+  revoke usage, select on sequences from anon, authenticated, service_role;
+alter default privileges for role postgres in schema public
+  revoke execute on functions from anon, authenticated, service_role;
 
 create schema extensions authorization postgres;
 grant usage on schema extensions to anon, authenticated, service_role;

@@ -62,6 +62,7 @@ async function createApp({ sql, admin }: BareDatabase): Promise<void> {
   await sql.unsafe(`
     create table public.profiles (id uuid primary key default gen_random_uuid(), name text);
     insert into public.profiles (name) values ('Ada');
+    grant select on public.profiles to anon;
     create table public.orders (id int primary key, profile uuid references public.profiles, kind text, status text);
     create function public.tick() returns text language sql set search_path = '' as $$ select 'the app''s' $$;
     create function public.wake() returns trigger language plpgsql set search_path = '' as $$ begin new.status := 'woken'; return new; end $$;

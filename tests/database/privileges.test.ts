@@ -204,13 +204,11 @@ async function assertDispatchIsClosed(service: postgres.Sql): Promise<void> {
 
 /** How projects differ: what each grants, before the first migration, on what will be created. */
 const projects: Record<string, string> = {
-  "grants all that is new to the API's roles, as projects do that are older than 2026": "",
-  "grants nothing of what is new, as auto_expose_new_tables = false leaves it": `
-    alter default privileges in schema public
-      revoke select, insert, update, delete on tables from anon, authenticated, service_role;
-    alter default privileges in schema public revoke usage, select on sequences from anon, authenticated, service_role;
-    alter default privileges in schema public revoke execute on functions from anon, authenticated, service_role;
-    alter default privileges revoke execute on functions from public;`,
+  "grants nothing of what is new, as projects do since October 2026": "",
+  "grants all that is new to the API's roles, as projects did before": `
+    alter default privileges in schema public grant all on tables to anon, authenticated, service_role;
+    alter default privileges in schema public grant all on sequences to anon, authenticated, service_role;
+    alter default privileges in schema public grant all on functions to anon, authenticated, service_role;`,
   "has been hardened until new things belong to their owner alone": `
     alter default privileges in schema public revoke all on tables from anon, authenticated, service_role;
     alter default privileges in schema public revoke all on sequences from anon, authenticated, service_role;
@@ -330,6 +328,7 @@ Deno.test("the checks above find a table, a column, a sequence and a function th
   await db.sql`grant usage on sequence private.left_open_b_seq to authenticated`;
   await db.sql`create function public.left_open() returns int language sql as 'select 1'`;
   await db.sql`create view public.left_open as select 1 as one`;
+  await db.sql`grant select on public.left_open to anon, authenticated`;
   assert.deepEqual(await openings(db.sql), [
     "anon: left_open",
     "anon: private.left_open",
@@ -386,6 +385,7 @@ Deno.test("an app's own trigger, security definer, enqueues for a user who may n
   await db.sql.unsafe(`
     create table public.orders (id int primary key, owner uuid not null default auth.uid());
     alter table public.orders enable row level security;
+    grant insert on public.orders to authenticated;
     create policy own on public.orders for insert to authenticated with check (owner = auth.uid());
     create function public.enqueue_receipt() returns trigger language plpgsql security definer set search_path = '' as $$
     begin

@@ -102,15 +102,18 @@ Deno.test("a new cluster has the roles, limits and grants of a hosted project", 
       },
     );
 
-    await t.step("a table of postgres in public is granted to the API's roles", async () => {
-      const [row] = await query(
-        asPostgres,
-        `select has_table_privilege('anon', 'notes', 'insert') as anon,
-                has_table_privilege('authenticated', 'notes', 'select') as authenticated,
-                has_table_privilege('service_role', 'notes', 'delete') as service_role`,
-      );
-      assert.deepEqual({ ...row }, { anon: true, authenticated: true, service_role: true });
-    });
+    await t.step(
+      "a new table of postgres in public is closed to the API's roles until it is granted",
+      async () => {
+        const [row] = await query(
+          asPostgres,
+          `select has_table_privilege('anon', 'notes', 'select, insert, update, delete') as anon,
+                has_table_privilege('authenticated', 'notes', 'select, insert, update, delete') as authenticated,
+                has_table_privilege('service_role', 'notes', 'select, insert, update, delete') as service_role`,
+        );
+        assert.deepEqual({ ...row }, { anon: false, authenticated: false, service_role: false });
+      },
+    );
 
     await t.step(
       "the authenticator becomes an API role, with 8 s for a statement and no rights of its own",
