@@ -272,6 +272,12 @@ Deno.test("what no waiting mends ends a worker with a message that says what to 
       /does not exist[\s\S]*database's name/,
     ],
     [
+      "no migrations",
+      { DATABASE_URL: stack.db.url("postgres").replace(/[^/]*$/, "template1") },
+      [],
+      /there is no function[\s\S]*npx supabase db push/,
+    ],
+    [
       "a user without privileges",
       { DATABASE_URL: stack.db.url("authenticator") },
       [],
@@ -332,19 +338,18 @@ for (const transport of transports) {
     ];
     await using worker = await startWorker(stack, databaseEnv(stack, transport));
     await untilLines(file, 1);
-    // As in a project that has not got this version's migrations.
-    await sql`alter function claim_jobs rename to claim_no_jobs`;
+    await sql`revoke execute on function claim_jobs from postgres, service_role`;
     try {
-      await until("the refusal", () => has(worker.lines, '"claim_failed"', "claim_jobs"));
+      await until("the refusal", () => has(worker.lines, '"claim_failed"', "permission denied"));
       await Deno.writeTextFile(`${file}.gate`, "");
       await until("its end", () => has(worker.lines, '"worker_failed"'));
       // What a handler has left with the runtime is waited for, and may fail.
       await Deno.writeTextFile(`${late}.gate`, "");
       assert.equal((await worker.status).code, 1);
     } finally {
-      await sql`alter function claim_no_jobs rename to claim_jobs`;
+      await sql`grant execute on function claim_jobs to postgres, service_role`;
     }
-    assert.match(worker.lines.at(-1) ?? "", /npx supabase db push/);
+    assert.match(worker.lines.at(-1) ?? "", /Use (the user postgres|a secret key)/);
     assert.deepEqual(await states(stack, ids), ["succeeded 1", "succeeded 1"]);
   });
 }
