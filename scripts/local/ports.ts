@@ -43,11 +43,12 @@ export function portHint(name: keyof Ports): string {
 
 /**
  * A port that nothing listens on now, for tests. Below the range that outgoing connections are given, or one of them could
- * take it between now and its use.
+ * take it between now and its use; and above those that fetch refuses to call, of which 10080 is the last
+ * (https://fetch.spec.whatwg.org/#port-blocking).
  */
 export function freePort(): number {
   while (true) {
-    const port = 10_000 + Math.floor(Math.random() * 20_000);
+    const port = 10_100 + Math.floor(Math.random() * 19_900);
     try {
       Deno.listen({ hostname: "127.0.0.1", port }).close();
       return port;
