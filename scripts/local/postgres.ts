@@ -310,11 +310,19 @@ function assertPortFree(port: number, hint?: string): void {
 /**
  * Stops a server that runs on this folder although the process that started it is gone. Throws when the server still
  * belongs to a running stack. A lock file whose process is gone is left to Postgres, which also looks for backends that
- * are still alive; if something else has the process id by now, the file gets an id that nothing has.
+ * are still alive; if something else has the process id by now, the file gets an id that nothing has. An empty one is of a
+ * server that was killed before it had written it, unless that happens just now; Postgres would leave it alone for ever.
  */
 async function endLeftover(dataDir: string): Promise<void> {
   const lockFile = join(dataDir, "postmaster.pid");
-  const lock = await Deno.readTextFile(lockFile).catch(() => "");
+  const read = () => Deno.readTextFile(lockFile).catch(() => undefined);
+  let lock = await read();
+  if (lock === "") {
+    await new Promise((resolve) => setTimeout(resolve, 200));
+    lock = await read();
+    if (lock === "") await Deno.remove(lockFile);
+  }
+  if (!lock) return;
   const pid = Number(lock.split("\n")[0]);
   const command = pid ? await commandOf(pid) : undefined;
   if (!command) return;

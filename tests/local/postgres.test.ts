@@ -281,6 +281,12 @@ Deno.test("a second start finds the data of the first, and says so when another 
     assert.equal(row.answer, 42);
     await second.stop();
 
+    // That of a server which was killed before it had written it.
+    await Deno.writeTextFile(join(first.dataDir, "postmaster.pid"), "");
+    const third = await start();
+    await query(third.url("postgres"), "select answer from kept");
+    await third.stop();
+
     await Deno.writeTextFile(join(first.dataDir, "PG_VERSION"), "16\n");
     await assert.rejects(
       start(),
