@@ -104,7 +104,11 @@ Deno.test("npm start, from a clone", async (t) => {
       });
       Deno.kill(next, "SIGKILL");
       await until("Postgres to be started again", () => start.output().includes("Postgres ended (SIGKILL)"));
-      await until("an answer", async () => (await clone.run(sendWelcome)).code === 0);
+      try {
+        await until("an answer", async () => (await clone.run(sendWelcome)).code === 0);
+      } catch (cause) {
+        throw new Error(`no answer, and npm start has printed:\n${start.output()}`, { cause });
+      }
       await until("the mail", () => start.output().includes("mail to a@example.com"));
       await start.end("SIGHUP");
     },
