@@ -320,7 +320,7 @@ async function endLeftover(dataDir: string): Promise<void> {
   if (lock === "") {
     await new Promise((resolve) => setTimeout(resolve, 200));
     lock = await read();
-    if (lock === "") await Deno.remove(lockFile);
+    if (lock === "") await removeIfThere(lockFile);
   }
   if (!lock) return;
   const pid = Number(lock.split("\n")[0]);
