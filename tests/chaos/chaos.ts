@@ -194,15 +194,29 @@ async function untilEnded(sql: postgres.Sql, jobs: Set<string>): Promise<string[
 
 async function untilNoneIsLeft(sql: postgres.Sql): Promise<void> {
   for (const deadline = performance.now() + GIVE_UP_MS; performance.now() < deadline;) {
-    if ((await sql`select from jobs where finished_at is null limit 1`).length === 0) return;
+    const left = await ask(() => sql`select from jobs where finished_at is null limit 1`);
+    if (left.length === 0) return;
     await sleep(POLL_MS);
   }
 }
 
 async function doubledJobs(sql: postgres.Sql): Promise<string[]> {
-  const rows =
-    await sql`select job_id from audit where status = 'succeeded' group by job_id having count(*) > 1`;
+  const rows = await ask(() =>
+    sql`select job_id from audit where status = 'succeeded' group by job_id having count(*) > 1`
+  );
   return rows.map((row) => row.job_id);
+}
+
+/** What a query answers, asked again when its connection ends under it: a killed Postgres may answer once more before it goes. */
+async function ask<T>(query: () => PromiseLike<T>): Promise<T> {
+  for (const deadline = performance.now() + GIVE_UP_MS;;) {
+    try {
+      return await query();
+    } catch (error) {
+      if (performance.now() > deadline) throw error;
+      await sleep(POLL_MS);
+    }
+  }
 }
 
 async function judge(
@@ -211,10 +225,12 @@ async function judge(
   faults: Tally[],
   problems: string[],
 ): Promise<ChaosReport> {
-  const rows = await sql`
-    select id, status, attempts, last_error, finished_at is null as open,
-      (select count(*)::int from job_failures f where f.job_id = j.id) as failures
-    from jobs j`;
+  const rows = await ask(() =>
+    sql`
+      select id, status, attempts, last_error, finished_at is null as open,
+        (select count(*)::int from job_failures f where f.job_id = j.id) as failures
+      from jobs j`
+  );
   const found = new Map(rows.map((row) => [row.id, row]));
   const lost = acknowledged.filter((id) => found.get(id)?.open !== false);
   const doubled = await doubledJobs(sql);
