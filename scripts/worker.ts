@@ -1,11 +1,10 @@
 import { join } from "node:path";
 import { setTimeout as delay } from "node:timers/promises";
 import { parseArgs } from "node:util";
-import { kinds as declared } from "../supabase/functions/_app/kinds.ts";
 import { useTransport } from "../supabase/functions/_shared/database.ts";
 import { surviveUncaughtErrors } from "../supabase/functions/_shared/edge_runtime.ts";
 import { errorText, JobError } from "../supabase/functions/_shared/errors.ts";
-import { purgeJobs, rescueExpiredJobs, workJobs } from "../supabase/functions/_shared/jobs.ts";
+import { loadApp, purgeJobs, rescueExpiredJobs, workJobs } from "../supabase/functions/_shared/jobs.ts";
 import { log } from "../supabase/functions/_shared/log.ts";
 import { passes, reportLostAttempts } from "../supabase/functions/_shared/worker.ts";
 import { connectDirectly } from "./direct.ts";
@@ -45,6 +44,10 @@ Object.defineProperty(globalThis, "EdgeRuntime", {
 
 const { kinds, slots, stopMs } = readOptions();
 await readEnvironment();
+// Not before: what the app loads may read its settings.
+const app = await loadApp();
+const unknown = kinds?.find((kind) => !Object.hasOwn(app.kinds, kind));
+if (unknown !== undefined) fail(`_app declares no kind "${unknown}"`);
 const databaseUrl = Deno.env.get("DATABASE_URL");
 if (databaseUrl && !isUrl(databaseUrl, /^postgres(ql)?:$/)) {
   const example =
@@ -156,8 +159,6 @@ function readOptions(): { kinds?: string[]; slots: number; stopMs: number } {
       throw new Error("--stop-seconds is not from 0 to 86400");
     }
     const kinds = values.kinds?.split(",").map((kind) => kind.trim());
-    const unknown = kinds?.find((kind) => !Object.hasOwn(declared, kind));
-    if (unknown !== undefined) throw new Error(`_app/kinds.ts declares no kind "${unknown}"`);
     return { kinds, slots, stopMs: stopSeconds * 1000 };
   } catch (error) {
     fail(`${error instanceof Error ? error.message : error}\n${usage}`);

@@ -28,13 +28,20 @@ export function useTransport(call: Transport): void {
 /**
  * Calls a SQL function through REST as the service role, with the names of its arguments in camelCase, and gives back its
  * answer as JSON has it. Throws JobError with the database's SQLSTATE, message and hint, `refused` when the API does not take
- * the key, or `unreachable` when there was no answer within ten seconds: the call may or may not have taken effect.
+ * the key, or `unreachable` when there was no answer within `timeoutMs` (10,000): the call may or may not have taken effect.
  */
-export async function callDatabase(name: string, args: Record<string, unknown>): Promise<unknown> {
+export async function callDatabase(
+  name: string,
+  args: Record<string, unknown>,
+  timeoutMs = 10_000,
+): Promise<unknown> {
   if (transport) return await transport(name, inSnakeCase(args));
   const controller = new AbortController();
   const call = serviceClient().rpc(name, inSnakeCase(args)).abortSignal(controller.signal);
-  const cancelTimeout = after(10_000, () => controller.abort(new Error("no answer within 10 s")));
+  const cancelTimeout = after(
+    timeoutMs,
+    () => controller.abort(new Error(`no answer within ${timeoutMs / 1000} s`)),
+  );
   const { data, error, status } = await call;
   cancelTimeout();
   // JSON.stringify has a limit of its own, and nothing was sent.

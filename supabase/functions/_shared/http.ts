@@ -46,26 +46,43 @@ export function refuseOtherMethods(request: Request, ...allowed: string[]): Resp
 }
 
 /**
- * The request's body as JSON, `{}` when it is empty; or the answer to give: 413 above 64 kB (decided before all of it is
- * read), 400 when it is not JSON in UTF-8 (RFC 8259, section 8.1; a byte order mark is passed over) or breaks off.
+ * The request's body as JSON, `{}` when it is empty; or the answer to give: 413 above 64 kB, 400 when it is not JSON in UTF-8
+ * (RFC 8259, section 8.1; a byte order mark is passed over) or breaks off.
  */
 export async function readJson(request: Request): Promise<{ body: unknown } | { refused: Response }> {
-  const chunks: Uint8Array<ArrayBuffer>[] = [];
-  let size = 0;
-  const tooLarge = () => ({
-    refused: problem(413, "Content too large", `The body may have ${MAX_BODY_BYTES} bytes.`),
-  });
-  if (Number(request.headers.get("Content-Length")) > MAX_BODY_BYTES) return tooLarge();
+  const read = await readBody(request, MAX_BODY_BYTES);
+  if ("refused" in read) return read;
   try {
-    for await (const chunk of request.body ?? []) {
-      size += chunk.byteLength;
-      if (size > MAX_BODY_BYTES) return tooLarge();
-      chunks.push(chunk);
-    }
-    const text = new TextDecoder("utf-8", { fatal: true }).decode(await new Blob(chunks).arrayBuffer());
+    const text = new TextDecoder("utf-8", { fatal: true }).decode(read.body);
     return { body: text.trim() === "" ? {} : JSON.parse(text) };
   } catch {
     return { refused: problem(400, "Bad request", "The body is not JSON.") };
+  }
+}
+
+/**
+ * The bytes of a request's body; or the answer to give: 413 when there are more than `maxBytes`, by Content-Length or, where
+ * that is missing or untrue, before more than these are read; 400 when it breaks off.
+ */
+export async function readBody(
+  request: Request,
+  maxBytes: number,
+): Promise<{ body: Uint8Array<ArrayBuffer> } | { refused: Response }> {
+  const chunks: Uint8Array<ArrayBuffer>[] = [];
+  let size = 0;
+  const tooLarge = () => ({
+    refused: problem(413, "Content too large", `The body may have ${maxBytes} bytes.`),
+  });
+  if (Number(request.headers.get("Content-Length")) > maxBytes) return tooLarge();
+  try {
+    for await (const chunk of request.body ?? []) {
+      size += chunk.byteLength;
+      if (size > maxBytes) return tooLarge();
+      chunks.push(chunk);
+    }
+    return { body: new Uint8Array(await new Blob(chunks).arrayBuffer()) };
+  } catch {
+    return { refused: problem(400, "Bad request", "The body breaks off.") };
   }
 }
 

@@ -228,3 +228,54 @@ function interval(value: number | undefined): string | undefined {
   const bounded = Math.min(Math.max(Number.isNaN(value) ? 0 : value, 0), 315_360_000);
   return `${bounded.toFixed(3)} seconds`;
 }
+
+const storedWebhooks = rowsOf({
+  messageId: z.string(),
+  type: z.string().nullable(),
+  tenant: z.string().nullable(),
+  headers: z.record(z.string(), z.string()),
+  body: z.string(),
+  receivedAt: z.string(),
+});
+
+/** The webhook message of a job, its body in base64; undefined when it has none. */
+export async function readWebhook(id: string): Promise<z.output<typeof storedWebhooks>[number] | undefined> {
+  return storedWebhooks.parse(await callDatabase("read_webhook", { id }))[0];
+}
+
+const listedWebhooks = rowsOf({
+  id: z.string(),
+  source: z.string(),
+  tenant: z.string().nullable(),
+  messageId: z.string(),
+  type: z.string().nullable(),
+  status: z.enum(["pending", "running", "succeeded", "dead", "cancelled"]),
+  attempts: z.number(),
+  lastError: z.string().nullable(),
+  otherBodies: z.number(),
+  receivedAt: z.string(),
+  finishedAt: z.string().nullable(),
+});
+
+/** Webhook messages, the newest first: at most `maxRows` (50), and after the message `before` of the last page. */
+export async function listWebhooks(
+  options: { source?: string; tenant?: string; status?: string; maxRows?: number; before?: string } = {},
+): Promise<z.output<typeof listedWebhooks>> {
+  return listedWebhooks.parse(await callDatabase("list_webhooks", options));
+}
+
+/** Puts dead messages of a source back, or dead and cancelled ones by their ids; the ids of those that now wait. */
+export async function retryWebhooks(
+  options: { ids?: string[]; source?: string; tenant?: string; maxRows?: number },
+): Promise<string[]> {
+  return ids.parse(await callDatabase("retry_webhooks", options));
+}
+
+/** Deletes messages, and their jobs whatever they do, older than `olderThan` seconds (0); gives back how many: call it until 0. */
+export async function purgeWebhooks(
+  { olderThan, ...options }: { source?: string; tenant?: string; olderThan?: number; maxRows?: number },
+): Promise<number> {
+  return z.number().parse(
+    await callDatabase("purge_webhooks", { ...options, olderThan: interval(olderThan) }),
+  );
+}

@@ -1,9 +1,131 @@
-import { problem, refuseOtherMethods } from "../_shared/http.ts";
+import { webhooks } from "../_app/webhooks.ts";
+import { requiredEnv } from "../_shared/database.ts";
+import { surviveUncaughtErrors } from "../_shared/edge_runtime.ts";
+import { errorText } from "../_shared/errors.ts";
+import { notConfigured, problem, readBody, refuseOtherMethods } from "../_shared/http.ts";
+import { log } from "../_shared/log.ts";
+import {
+  isJson,
+  readPayload,
+  type ReceivedRequest,
+  storeWebhook,
+  type Verifier,
+  type WebhookSource,
+} from "../_shared/webhooks.ts";
+import { passes } from "../_shared/worker.ts";
 
-/** Takes webhooks at /webhook-inbox/<source>. No source is declared yet, so every one is unknown. */
+/** Senders wait for three seconds (Slack) or more: what takes longer is answered as failed, and they send again. */
+const STORE_MS = 2_000;
+const MIN_SECRET_LENGTH = 16;
+
+const sources = new Map<string, WebhookSource>(
+  webhooks.map((source: WebhookSource) => [source.name, source]),
+);
+
+surviveUncaughtErrors();
+
+/**
+ * Takes webhooks at /webhook-inbox/<source>: 202 with the id of a message that is stored, 200 when it was stored before, in
+ * either case after the commit. A message that is refused is refused before anything of it is stored.
+ */
 Deno.serve(async (request) => {
-  await request.body?.cancel();
-  const source = new URL(request.url).pathname.split("/").at(2) ?? "";
-  return refuseOtherMethods(request, "POST") ??
-    problem(404, "Not found", `There is no webhook source ${JSON.stringify(source.slice(0, 80))}.`);
+  const [, , name = "", ...rest] = new URL(request.url).pathname.split("/");
+  const source = rest.length === 0 ? sources.get(name) : undefined;
+  const challenge = source?.verify?.challenge;
+  const refused = refuseOtherMethods(request, ...challenge ? ["GET", "POST"] : ["POST"]);
+  if (refused) return refused;
+  if (!source?.verify) {
+    return problem(404, "Not found", `There is no webhook source ${JSON.stringify(name.slice(0, 80))}.`);
+  }
+  if (challenge && request.method === "GET") {
+    const secrets = readSecrets(source, challenge.secret);
+    return secrets ? challenge.answer(publicUrl(request), secrets) ?? unauthorized() : notConfigured();
+  }
+  return await receive(request, source, source.verify);
 });
+
+async function receive(request: Request, source: WebhookSource, verify: Verifier): Promise<Response> {
+  const { headers } = request;
+  const refuse = (response: Response, reason: string) => {
+    log("info", "webhook_refused", { source: source.name, status: response.status, reason });
+    return response;
+  };
+  const contentType = headers.get("Content-Type");
+  if (source.format === "json" && contentType !== null && !isJson(contentType)) {
+    const detail = "This source takes application/json.";
+    return refuse(problem(415, "Unsupported media type", detail), "it is not JSON by its Content-Type");
+  }
+  const secrets = readSecrets(source, verify.secret, verify);
+  if (!secrets) return notConfigured();
+  const read = await readBody(request, source.maxBodyBytes);
+  if ("refused" in read) return refuse(read.refused, "its body is too large, or breaks off");
+
+  const signed = { url: publicUrl(request), headers, body: read.body };
+  const why = await verify.verify(signed, secrets, new Date());
+  if (why !== null) return refuse(unauthorized(), why);
+
+  let facts;
+  let received: ReceivedRequest;
+  try {
+    received = { ...signed, payload: readPayload(source, contentType, read.body) };
+    const answer = verify.answer?.(received);
+    if (answer) return answer;
+    const { id, type, tenant } = source.readers;
+    const kept = source.headers.flatMap((name) => {
+      const value = headers.get(name);
+      return value === null ? [] : [[name, value]];
+    });
+    facts = {
+      id: id?.(received),
+      type: type?.(received),
+      tenant: tenant?.(received),
+      headers: Object.fromEntries(kept),
+    };
+  } catch (error) {
+    log("error", "webhook_unreadable", { source: source.name, error: errorText(error) }, error);
+    return problem(400, "Bad request", "The signature holds, but the body cannot be read.");
+  }
+
+  try {
+    const { id, created } = await storeWebhook(source, received.body, received.payload, facts, STORE_MS);
+    return Response.json({ id, created }, { status: created ? 202 : 200 });
+  } catch (error) {
+    log("error", "webhook_not_stored", { source: source.name, error: errorText(error) }, error);
+    return passes(error)
+      ? problem(503, "Service unavailable", "The message is not stored. Send it again.", {
+        "Retry-After": "10",
+      })
+      : problem(500, "Not stored", "The message is not stored; the function's log says why.");
+  }
+}
+
+/** One text for whatever is wrong: a forger learns nothing from it. */
+const unauthorized = () =>
+  problem(401, "Unauthorized", "The signature is missing, wrong or too old.", {
+    "WWW-Authenticate": "Signature",
+  });
+
+/** The secrets in a variable; null, with a line in the log, when they cannot be used. */
+function readSecrets(source: WebhookSource, variable: string, verify?: Verifier): string[] | null {
+  // In "v1,whsec_…", as Supabase Auth has it, the comma is part of the secret.
+  const secrets = (Deno.env.get(variable) ?? "").split(/(?<!\bv1a?),/).map((secret) => secret.trim()).filter(
+    Boolean,
+  );
+  const wrong = secrets.length === 0
+    ? "is unset"
+    : secrets.some((secret) => secret.replace(/^(v1a?,)?(whsec_|whpk_)?/, "").length < MIN_SECRET_LENGTH)
+    ? `is shorter than ${MIN_SECRET_LENGTH} characters`
+    : secrets.map((secret) => verify?.checkSecret?.(secret)).find(Boolean);
+  if (!wrong) return secrets;
+  const todo =
+    `${variable} ${wrong}: set it with supabase secrets set, to the secret that the sender signs with. ` +
+    "Until then every message is refused.";
+  log("error", "webhook_secret_unusable", { source: source.name, todo });
+  return null;
+}
+
+/** The address as senders know it: a function sees its path alone. */
+function publicUrl(request: Request): URL {
+  const { pathname, search } = new URL(request.url);
+  return new URL(`${requiredEnv("SUPABASE_URL")}/functions/v1${pathname}${search}`);
+}

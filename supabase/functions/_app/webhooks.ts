@@ -1,0 +1,4 @@
+import type { WebhookSource } from "../_shared/webhooks.ts";
+
+/** The sources of webhooks that this app takes, each declared in a file of webhooks/. */
+export const webhooks = [] satisfies WebhookSource[];

@@ -1,0 +1,262 @@
+import { Buffer } from "node:buffer";
+import { createHash } from "node:crypto";
+import { z } from "zod";
+import { type App, describeIssue, storableJson } from "./attempt.ts";
+import { callDatabase } from "./database.ts";
+import { PermanentError, safeText } from "./errors.ts";
+import type { Handler, Job, KindDeclaration } from "./kinds.ts";
+import { readWebhook } from "./queue.ts";
+
+/** Webhook sources: who may send messages to this app, and what becomes of them. A job of kind `webhook_<source>` has each. */
+
+/** A request as it came. Its URL is the one that the sender knows. */
+export interface SignedRequest {
+  url: URL;
+  headers: Headers;
+  body: Uint8Array<ArrayBuffer>;
+}
+
+/** A request that is known to come from the source. */
+export interface ReceivedRequest extends SignedRequest {
+  /** The body as the source's format has it: JSON.parse's value, a form's fields, or its text. */
+  payload: unknown;
+}
+
+/** Reads something from a request; undefined or null when it is not there. */
+export type Reader = (request: ReceivedRequest) => string | null | undefined;
+
+/**
+ * How a body is read: JSON, and nothing else is taken (`json`); a form, or JSON where the content type says so (`form`); as
+ * text, whatever it is (`text`).
+ */
+export type WebhookFormat = "json" | "form" | "text";
+
+/** How one provider signs, and where it puts what a message is known by. */
+export interface Verifier {
+  /** The environment variable that holds its secret, or several, separated by commas, while one is being rotated. */
+  secret: string;
+  /** Null when one of the secrets has signed the request, at about `now`; else why that is not so, for the log. Never throws. */
+  verify(request: SignedRequest, secrets: string[], now: Date): Promise<string | null>;
+  /** What is wrong with a secret, in words that do not quote it; null when it can be used. */
+  checkSecret?(secret: string): string | null;
+  /** Headers with signatures or secrets: never kept. */
+  secretHeaders: string[];
+  /** Headers to keep, beside those that the source names. */
+  headers?: string[];
+  /** How the body is read unless the source says otherwise; json by default. */
+  format?: WebhookFormat;
+  /** What a message is known by, unless the source says otherwise. */
+  id?: Reader;
+  type?: Reader;
+  tenant?: Reader;
+  /** An answer for a request that is no message, such as the question whether this endpoint is the sender's own. */
+  answer?(request: ReceivedRequest): Response | null;
+  /** Answers GET: the variable of another secret, and what it answers to whoever knows one of its values; else null. */
+  challenge?: { secret: string; answer(url: URL, secrets: string[]): Response | null };
+}
+
+/** What the handler of a source is given: the message, and all of its job but the payload. */
+export interface WebhookMessage<Payload> extends Omit<Job, "id"> {
+  /** What its sender calls it, the same however often it is sent; `sha256:` and a hash of the body where that is nothing. */
+  id: string;
+  /** The id of its job, and of its row in webhook_inbox. */
+  jobId: string;
+  source: string;
+  type: string | null;
+  tenant: string | null;
+  /** The body as the source's schema gives it. JSON.parse has rounded numbers above 2^53. */
+  payload: Payload;
+  /** The bytes that came. */
+  raw(): Uint8Array<ArrayBuffer>;
+  /** The headers that were kept, with their names in lower case. */
+  headers: Record<string, string>;
+  receivedAt: Date;
+}
+
+/** A source's settings are those of a kind, and these. `maxAttempts` is 8 by default. */
+export interface WebhookSourceOptions<Schema extends z.ZodType> extends Omit<KindDeclaration, "schema"> {
+  /** Null: nothing is taken over HTTP (404); receiveWebhook() alone fills it. */
+  verify: Verifier | null;
+  /** What it throws fails the attempt, as in any handler. It may run more than once for one message. */
+  handler: (message: WebhookMessage<z.output<Schema>>) => unknown;
+  /** What the payload has to be when the message is processed: one that does not fit is dead at once. */
+  schema?: Schema;
+  /** How the body is read; as the verifier says by default. */
+  format?: WebhookFormat;
+  /** What a message is known by; as the verifier says by default. Those of one source, tenant and id are stored once. */
+  id?: Reader;
+  type?: Reader;
+  tenant?: Reader;
+  /** Headers to keep, beside Content-Type and those of the verifier. */
+  headers?: string[];
+  /** 1 MiB by default, 6 MiB at most. */
+  maxBodyBytes?: number;
+}
+
+export interface WebhookSource<Name extends string = string, Schema extends z.ZodType = z.ZodType> {
+  name: Name;
+  kind: string;
+  verify: Verifier | null;
+  schema: Schema;
+  format: WebhookFormat;
+  readers: { id?: Reader; type?: Reader; tenant?: Reader };
+  headers: string[];
+  maxBodyBytes: number;
+  declaration: KindDeclaration;
+  handler: (message: never) => unknown;
+}
+
+const MIB = 1024 * 1024;
+const MAX_BODY_BYTES = 6 * MIB;
+const SECRET_HEADER = /signature|hmac|token|secret|authori[sz]ation|cookie|password|api-?key/i;
+
+/** Declares a source, to be named in _app/webhooks.ts. Throws for a name or a setting that cannot be. */
+export function defineWebhookSource<const Name extends string, Schema extends z.ZodType = z.ZodUnknown>(
+  name: Name,
+  options: WebhookSourceOptions<Schema>,
+): WebhookSource<Name, Schema> {
+  const { verify, handler, schema, format, id, type, tenant, headers, maxBodyBytes = MIB, ...settings } =
+    options;
+  const refuse = (why: string) => new Error(`defineWebhookSource(${JSON.stringify(name)}): ${why}`);
+  if (!/^[a-z][a-z0-9_]{0,54}$/.test(name)) {
+    throw refuse(
+      "a name has lower case letters, digits and _, begins with a letter and has at most 55 characters",
+    );
+  }
+  if (!(maxBodyBytes > 0 && maxBodyBytes <= MAX_BODY_BYTES)) {
+    throw refuse(`maxBodyBytes is not from 1 to ${MAX_BODY_BYTES}`);
+  }
+  const secret = verify?.secretHeaders.map((header) => header.toLowerCase()) ?? [];
+  const kept = ["content-type", ...verify?.headers ?? [], ...headers ?? []].map((header) =>
+    header.toLowerCase()
+  );
+  const unkept = kept.find((header) => secret.includes(header) || SECRET_HEADER.test(header));
+  if (unkept) throw refuse(`the header ${unkept} holds a secret or a signature, which is not kept`);
+  return {
+    name,
+    kind: `webhook_${name}`,
+    verify,
+    // Without one, Schema is ZodUnknown.
+    schema: schema ?? z.unknown() as z.ZodType as Schema,
+    format: format ?? verify?.format ?? "json",
+    readers: { id: id ?? verify?.id, type: type ?? verify?.type, tenant: tenant ?? verify?.tenant },
+    headers: [...new Set(kept)],
+    maxBodyBytes,
+    declaration: { maxAttempts: 8, ...settings, schema: z.unknown() },
+    handler,
+  };
+}
+
+/** The kinds and handlers of sources, beside those that the app has. Throws when two have one name. */
+export function withWebhooks({ kinds, handlers }: App, sources: readonly WebhookSource[]): App {
+  const app = { kinds: { ...kinds }, handlers: { ...handlers } };
+  for (const source of sources) {
+    const { name, kind } = source;
+    if (Object.hasOwn(app.kinds, kind)) {
+      throw new Error(`_app/webhooks.ts: ${name} has the kind ${kind}, which is taken`);
+    }
+    app.kinds[kind] = source.declaration;
+    const handler: Handler<unknown> = (_payload, job) => handle(source, job);
+    app.handlers[kind] = handler;
+  }
+  return app;
+}
+
+/** A payload that does not fit, as its job's last_error has it. */
+class InvalidPayload extends PermanentError {
+  override name = "invalid_payload";
+}
+
+async function handle(source: WebhookSource, job: Job): Promise<unknown> {
+  const stored = await readWebhook(job.id);
+  if (!stored) throw new PermanentError("it has no message in webhook_inbox: receive_webhook() makes both");
+  const { messageId: id, receivedAt, body, ...message } = stored;
+  const raw = () => new Uint8Array(Buffer.from(body, "base64"));
+  let payload: unknown;
+  try {
+    payload = readPayload(source, message.headers["content-type"], raw());
+  } catch {
+    throw new InvalidPayload("(payload): not JSON");
+  }
+  const parsed = await source.schema.safeParseAsync(payload);
+  if (!parsed.success) throw new InvalidPayload(safeText(describeIssue(parsed.error.issues[0]), 1_000));
+  const given: WebhookMessage<unknown> = {
+    ...job,
+    ...message,
+    id,
+    jobId: job.id,
+    source: source.name,
+    payload: parsed.data,
+    raw,
+    receivedAt: new Date(receivedAt),
+    get progress() {
+      return job.progress;
+    },
+  };
+  // The schema gave the payload its handler's type; the list of all sources has lost which is which.
+  return await (source.handler as (message: WebhookMessage<unknown>) => unknown)(given);
+}
+
+/** The payload of a body, in UTF-8. Throws SyntaxError when it should be JSON and is none. */
+export function readPayload(
+  { format }: Pick<WebhookSource, "format">,
+  contentType: string | null | undefined,
+  body: Uint8Array<ArrayBuffer>,
+): unknown {
+  const text = new TextDecoder().decode(body);
+  if (format === "text") return text;
+  if (format === "json" || isJson(contentType)) return JSON.parse(text);
+  const fields = new URLSearchParams(text);
+  return Object.fromEntries([...fields.keys()].map((name) => {
+    const values = fields.getAll(name);
+    return [name, values.length > 1 ? values : values[0]];
+  }));
+}
+
+/** Whether a Content-Type is application/json, or another type in JSON such as application/cloudevents+json. */
+export const isJson = (contentType: string | null | undefined) =>
+  /^application\/(json|[\w.-]+\+json) *(;|$)/i.test(contentType ?? "");
+
+/** What is known of a message beside its body. */
+export interface WebhookFacts {
+  id?: string | null;
+  type?: string | null;
+  tenant?: string | null;
+  headers?: Record<string, string>;
+  context?: unknown;
+}
+
+const MAX_TEXT_BYTES = 512;
+const received = z.object({ id: z.string(), created: z.boolean() });
+
+/**
+ * Stores a message and enqueues its job, in one transaction, unless one of its source, tenant and id is there; gives back the
+ * id of both, and whether they are new. Without an id that is a hash of the body. Throws what callDatabase throws.
+ */
+export async function storeWebhook(
+  { name, format }: WebhookSource,
+  body: Uint8Array<ArrayBuffer>,
+  payload: unknown,
+  { id, type, tenant, headers = {}, context }: WebhookFacts,
+  timeoutMs?: number,
+): Promise<z.output<typeof received>> {
+  const form = format === "form" && !isJson(headers["content-type"]);
+  const answer = await callDatabase("receive_webhook", {
+    source: name,
+    body: `\\x${Buffer.from(body).toString("hex")}`,
+    messageId: id ? storableText(id) : null,
+    type: type ? safeText(type, 100) : null,
+    tenant: tenant ? storableText(tenant) : null,
+    headers: Object.fromEntries(Object.entries(headers).map(([key, value]) => [key, safeText(value, 1_000)])),
+    // JSON goes as it came: Postgres reads it, and rounds no number.
+    payload: form ? JSON.parse(storableJson(JSON.stringify(payload))) : null,
+    context,
+  }, timeoutMs);
+  return received.parse(answer);
+}
+
+/** A text, or its hash where the database cannot hold it: a message is not refused for what its sender calls it. */
+function storableText(text: string): string {
+  const storable = Buffer.byteLength(text) <= MAX_TEXT_BYTES && text.isWellFormed() && !text.includes("\0");
+  return storable ? text : `sha256:${createHash("sha256").update(text).digest("hex")}`;
+}
