@@ -23,6 +23,8 @@ const LAST_MS = 1_500;
 /** Signals within this time are one: a terminal sends Ctrl-C to every process, and scripts/run.mjs passes others on. */
 const SAME_SIGNAL_MS = 500;
 
+const USAGE = "npm run worker -- [--kinds a,b] [--slots 10] [--stop-seconds 7]";
+
 const projectDir = join(import.meta.dirname ?? ".", "..");
 
 /** Says what is wrong and ends the process. */
@@ -47,7 +49,7 @@ await readEnvironment();
 // Not before: what the app loads may read its settings.
 const app = await loadApp();
 const unknown = kinds?.find((kind) => !Object.hasOwn(app.kinds, kind));
-if (unknown !== undefined) fail(`_app declares no kind "${unknown}"`);
+if (unknown !== undefined) fail(`_app declares no kind "${unknown}"\n${USAGE}`);
 const databaseUrl = Deno.env.get("DATABASE_URL");
 if (databaseUrl && !isUrl(databaseUrl, /^postgres(ql)?:$/)) {
   const example =
@@ -147,7 +149,6 @@ function readOptions(): { kinds?: string[]; slots: number; stopMs: number } {
     slots: { type: "string" },
     "stop-seconds": { type: "string" },
   } as const;
-  const usage = "npm run worker -- [--kinds a,b] [--slots 10] [--stop-seconds 7]";
   try {
     const { values } = parseArgs({ options });
     const slots = Number(values.slots ?? 10);
@@ -161,7 +162,7 @@ function readOptions(): { kinds?: string[]; slots: number; stopMs: number } {
     const kinds = values.kinds?.split(",").map((kind) => kind.trim());
     return { kinds, slots, stopMs: stopSeconds * 1000 };
   } catch (error) {
-    fail(`${error instanceof Error ? error.message : error}\n${usage}`);
+    fail(`${error instanceof Error ? error.message : error}\n${USAGE}`);
   }
 }
 
