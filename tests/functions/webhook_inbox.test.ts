@@ -193,7 +193,7 @@ Deno.test("a secret that is unset or too short is 500, whoever asks, and the log
     const env: Record<string, string> = value === undefined ? {} : { TEST_WEBHOOK_SECRET: value };
     await using inbox = await startFunction("webhook-inbox", env);
     for (const given of ["", value?.trim() ?? "undefined", secret]) {
-      const headers = { "X-Test-Secret": given.replaceAll("\n", "") };
+      const headers = { "X-Test-Secret": given.replaceAll("\n", ""), "Content-Type": "application/json" };
       const response = await inbox.fetch("/orders", { method: "POST", headers, body: "{}" });
       await assertRefused(response, 500, "Not configured", /its log says what to do/);
     }
