@@ -16,6 +16,7 @@ export { JobError, PermanentError, RetryAfterError, SnoozeError } from "./errors
 export type { Job } from "./kinds.ts";
 export * from "./queue.ts";
 export { retryAfterSeconds } from "./retry_after.ts";
+export { defineWebhookSource, type WebhookMessage } from "./webhooks.ts";
 
 type Kinds = typeof kinds;
 
@@ -166,7 +167,10 @@ export async function receiveWebhook<N extends WebhookSourceName>(
     throw new JobError("invalid_payload", detail);
   }
   assertJson(payload, `receiveWebhook: payload of ${source}`);
-  return await storeWebhook(found, new TextEncoder().encode(JSON.stringify(payload)), payload, facts);
+  const isText = found.format === "text" && typeof payload === "string";
+  const body = new TextEncoder().encode(isText ? payload : JSON.stringify(payload));
+  const headers = { ...facts.headers, ...isText ? {} : { "content-type": "application/json" } };
+  return await storeWebhook(found, body, payload, { ...facts, headers });
 }
 
 /** Handlers are loaded here and not above, so that a function that only enqueues does not load them. */

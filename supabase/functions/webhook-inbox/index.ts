@@ -10,6 +10,7 @@ import {
   type ReceivedRequest,
   storeWebhook,
   type Verifier,
+  type WebhookFacts,
   type WebhookSource,
 } from "../_shared/webhooks.ts";
 import { passes } from "../_shared/worker.ts";
@@ -37,11 +38,14 @@ Deno.serve(async (request) => {
   if (!source?.verify) {
     return problem(404, "Not found", `There is no webhook source ${JSON.stringify(name.slice(0, 80))}.`);
   }
-  if (challenge && request.method === "GET") {
-    const secrets = readSecrets(source, challenge.secret);
+  try {
+    if (request.method === "POST") return await receive(request, source, source.verify);
+    const secrets = challenge && readSecrets(source, challenge.secret);
     return secrets ? challenge.answer(publicUrl(request), secrets) ?? unauthorized() : notConfigured();
+  } catch (error) {
+    log("error", "webhook_failed", { source: source.name, error: errorText(error) }, error);
+    return problem(500, "Not stored", "The message is not stored; the function's log says why.");
   }
-  return await receive(request, source, source.verify);
 });
 
 async function receive(request: Request, source: WebhookSource, verify: Verifier): Promise<Response> {
@@ -64,39 +68,48 @@ async function receive(request: Request, source: WebhookSource, verify: Verifier
   const why = await verify.verify(signed, secrets, new Date());
   if (why !== null) return refuse(unauthorized(), why);
 
-  let facts;
-  let received: ReceivedRequest;
+  const unreadable = () => problem(400, "Bad request", "The signature holds, but the body cannot be read.");
+  let payload: unknown;
   try {
-    received = { ...signed, payload: readPayload(source, contentType, read.body) };
+    payload = readPayload(source, contentType, read.body);
+  } catch {
+    return refuse(unreadable(), "its body is not JSON"); // the error would quote it
+  }
+  const received: ReceivedRequest = { ...signed, payload };
+  let facts: WebhookFacts;
+  try {
     const answer = verify.answer?.(received);
     if (answer) return answer;
-    const { id, type, tenant } = source.readers;
-    const kept = source.headers.flatMap((name) => {
-      const value = headers.get(name);
-      return value === null ? [] : [[name, value]];
-    });
-    facts = {
-      id: id?.(received),
-      type: type?.(received),
-      tenant: tenant?.(received),
-      headers: Object.fromEntries(kept),
-    };
+    facts = readFacts(source, received);
   } catch (error) {
     log("error", "webhook_unreadable", { source: source.name, error: errorText(error) }, error);
-    return problem(400, "Bad request", "The signature holds, but the body cannot be read.");
+    return unreadable();
   }
 
   try {
-    const { id, created } = await storeWebhook(source, received.body, received.payload, facts, STORE_MS);
+    const { id, created } = await storeWebhook(source, read.body, payload, facts, STORE_MS);
     return Response.json({ id, created }, { status: created ? 202 : 200 });
   } catch (error) {
+    if (!passes(error)) throw error;
     log("error", "webhook_not_stored", { source: source.name, error: errorText(error) }, error);
-    return passes(error)
-      ? problem(503, "Service unavailable", "The message is not stored. Send it again.", {
-        "Retry-After": "10",
-      })
-      : problem(500, "Not stored", "The message is not stored; the function's log says why.");
+    const detail = "The message is not stored. Send it again.";
+    return problem(503, "Service unavailable", detail, { "Retry-After": "10" });
   }
+}
+
+/** What a message is known by, and the headers to keep of it. */
+function readFacts({ readers, headers }: WebhookSource, received: ReceivedRequest): WebhookFacts {
+  const kept: Record<string, string> = {};
+  for (const name of headers) {
+    const value = received.headers.get(name);
+    if (value !== null) kept[name] = value;
+  }
+  return {
+    id: readers.id?.(received),
+    type: readers.type?.(received),
+    tenant: readers.tenant?.(received),
+    headers: kept,
+  };
 }
 
 /** One text for whatever is wrong: a forger learns nothing from it. */
