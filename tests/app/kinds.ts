@@ -38,7 +38,7 @@ export const kinds = {
   /** Lets nothing else run for a while. */
   block: { schema: z.object({ ms: z.number() }) },
   /** Stores a webhook message, and gives back what that gave or threw. */
-  receive: { schema: z.object({ source: z.string(), payload: z.unknown(), facts: z.looseObject({}) }) },
+  receive: { schema: z.object({ payload: z.object({ amount: z.string() }), facts: z.looseObject({}) }) },
   /** Gives back what a server says. */
   ask: { schema: z.object({ url: z.string() }), timeoutMs: 5_000 },
   /** Ends the worker's process. */

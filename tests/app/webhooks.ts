@@ -22,6 +22,13 @@ function describe({ signal, raw, checkpoint: _, step: __, progress, ...message }
 
 const fields = z.looseObject({ id: z.string(), type: z.string(), tenant: z.string() }).partial();
 
+/** Over HTTP it is not there. */
+export const trusted = defineWebhookSource("trusted", {
+  verify: null,
+  schema: z.object({ amount: z.coerce.number() }),
+  handler: describe,
+});
+
 /** Sources for tests. */
 export const webhooks = [
   /** Gives back what it was told; fails, dies or keeps something when its payload says so. */
@@ -52,10 +59,5 @@ export const webhooks = [
   }),
   defineWebhookSource("forms", { verify: plain, format: "form", handler: describe }),
   defineWebhookSource("texts", { verify: plain, format: "text", maxBodyBytes: 1_000, handler: describe }),
-  /** Over HTTP it is not there. */
-  defineWebhookSource("trusted", {
-    verify: null,
-    schema: z.object({ amount: z.coerce.number() }),
-    handler: describe,
-  }),
+  trusted,
 ];

@@ -155,6 +155,22 @@ export function storableJson(json: string): string {
   );
 }
 
+/** Throws JobError `invalid_payload` for what JSON or jsonb cannot hold: it would look like a lost connection, or name no entry. */
+export function assertJson(value: unknown, what: string): void {
+  let json: string | undefined;
+  try {
+    json = JSON.stringify(value);
+  } catch (error) {
+    throw new JobError("invalid_payload", `${what} has no JSON: ${errorText(error)}`);
+  }
+  if (json && storableJson(json) !== json) {
+    throw new JobError(
+      "invalid_payload",
+      `${what} has U+0000 or half a surrogate pair, which jsonb cannot hold`,
+    );
+  }
+}
+
 /** The end of an attempt whose result is the trouble. */
 export const cannotStore = (error: unknown) => ({
   error: `the result cannot be stored: ${errorText(error)}`,

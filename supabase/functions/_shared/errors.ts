@@ -3,7 +3,7 @@ import { secretFilter } from "./secrets.ts";
 /**
  * What the functions of this template throw. `code` is the SQLSTATE of a database error (listed in the first migration), a
  * PGRST code of the database's API, `unreachable` when that gave no usable answer, `refused` when it did not take the key,
- * `too_large` when it refused the size, `unknown_kind`, `unknown_source`, `invalid_payload`, `not_configured`, `invalid_token` (contextOf:
+ * `too_large` when it refused the size, `unknown_kind`, `invalid_payload`, `not_configured`, `invalid_token` (contextOf:
  * answer 401) or `no_user` (asUser).
  */
 export class JobError extends Error {

@@ -1,11 +1,10 @@
 import { z } from "zod";
 import { kinds } from "../_app/kinds.ts";
-import { type App, describeIssue, storableJson } from "./attempt.ts";
+import { type App, assertJson, describeIssue } from "./attempt.ts";
 import { callDatabase, inSnakeCase } from "./database.ts";
-import { errorText, JobError } from "./errors.ts";
-import type { webhooks } from "../_app/webhooks.ts";
+import { JobError } from "./errors.ts";
 import type { Handler, HandlersOf } from "./kinds.ts";
-import { storeWebhook, type WebhookFacts, type WebhookSource, withWebhooks } from "./webhooks.ts";
+import { withWebhooks } from "./webhooks.ts";
 import { wakeWorker, work, type WorkOptions, type WorkReport } from "./worker.ts";
 
 /** The queue as this app uses it: the engine bound to the kinds declared in _app/kinds.ts. */
@@ -16,7 +15,7 @@ export { JobError, PermanentError, RetryAfterError, SnoozeError } from "./errors
 export type { Job } from "./kinds.ts";
 export * from "./queue.ts";
 export { retryAfterSeconds } from "./retry_after.ts";
-export { defineWebhookSource, type WebhookMessage } from "./webhooks.ts";
+export { defineWebhookSource, receiveWebhook, type WebhookMessage } from "./webhooks.ts";
 
 type Kinds = typeof kinds;
 
@@ -113,22 +112,6 @@ async function toArguments(where: string, kind: Kind, payload: unknown, options:
   });
 }
 
-/** Throws JobError `invalid_payload` for what JSON or jsonb cannot hold: it would look like a lost connection, or name no entry. */
-function assertJson(value: unknown, what: string): void {
-  let json: string | undefined;
-  try {
-    json = JSON.stringify(value);
-  } catch (error) {
-    throw new JobError("invalid_payload", `${what} has no JSON: ${errorText(error)}`);
-  }
-  if (json && storableJson(json) !== json) {
-    throw new JobError(
-      "invalid_payload",
-      `${what} has U+0000 or half a surrogate pair, which jsonb cannot hold`,
-    );
-  }
-}
-
 /** Runs ready jobs until there are none, or the lifetime, the cap or the signal ends it; gives back what became of each. */
 export async function workJobs(options: WorkOptions = {}): Promise<WorkReport> {
   return work(await loadApp(), options);
@@ -137,40 +120,6 @@ export async function workJobs(options: WorkOptions = {}): Promise<WorkReport> {
 /** What a poke does: starts a worker that lingers, or has the running one look now; its report, or null if it only looked. */
 export async function wakeJobWorker(options: WorkOptions = {}): Promise<WorkReport | null> {
   return await wakeWorker(await loadApp(), options);
-}
-
-type Source = typeof webhooks[number];
-
-/** The name of a webhook source of this app. */
-export type WebhookSourceName = Source["name"];
-
-/**
- * Stores a message of a source as if it had come over HTTP, from code that is trusted: once, with its job; gives back the id
- * of both, and whether they are new. The source's readers are not asked: without an `id` it is a hash of the payload. Throws
- * JobError `unknown_source`, or `invalid_payload` naming the field; and what the database refuses, by its SQLSTATE.
- */
-export async function receiveWebhook<N extends WebhookSourceName>(
-  source: N,
-  payload: z.input<Extract<Source, { name: N }>["schema"]>,
-  facts: WebhookFacts = {},
-): Promise<{ id: string; created: boolean }> {
-  const { webhooks } = await import("../_app/webhooks.ts");
-  const sources: readonly WebhookSource[] = webhooks;
-  const found = sources.find(({ name }) => name === source);
-  if (!found) {
-    const detail = `receiveWebhook: no source ${JSON.stringify(source)}`;
-    throw new JobError("unknown_source", detail, "Declare it in _app/webhooks.ts.");
-  }
-  const parsed = await found.schema.safeParseAsync(payload);
-  if (!parsed.success) {
-    const detail = `receiveWebhook: payload of ${source}: ${describeIssue(parsed.error.issues[0])}`;
-    throw new JobError("invalid_payload", detail);
-  }
-  assertJson(payload, `receiveWebhook: payload of ${source}`);
-  const isText = found.format === "text" && typeof payload === "string";
-  const body = new TextEncoder().encode(isText ? payload : JSON.stringify(payload));
-  const headers = { ...facts.headers, ...isText ? {} : { "content-type": "application/json" } };
-  return await storeWebhook(found, body, payload, { ...facts, headers });
 }
 
 /** Handlers are loaded here and not above, so that a function that only enqueues does not load them. */

@@ -1,9 +1,9 @@
 import { Buffer } from "node:buffer";
 import { createHash } from "node:crypto";
 import { z } from "zod";
-import { type App, describeIssue, storableJson } from "./attempt.ts";
+import { type App, assertJson, describeIssue, storableJson } from "./attempt.ts";
 import { callDatabase } from "./database.ts";
-import { PermanentError, safeText } from "./errors.ts";
+import { JobError, PermanentError, safeText } from "./errors.ts";
 import type { Handler, Job, KindDeclaration } from "./kinds.ts";
 import { readWebhook } from "./queue.ts";
 
@@ -253,6 +253,28 @@ export async function storeWebhook(
     context,
   }, timeoutMs);
   return received.parse(answer);
+}
+
+/**
+ * Stores a message of a source as if it had come over HTTP, from code that is trusted: once, with its job; gives back the id
+ * of both, and whether they are new. The source's readers are not asked: without an `id` it is a hash of the payload. Throws
+ * JobError `invalid_payload` naming the field; and what the database refuses, by its SQLSTATE.
+ */
+export async function receiveWebhook<Schema extends z.ZodType>(
+  source: WebhookSource<string, Schema>,
+  payload: z.input<Schema>,
+  facts: WebhookFacts = {},
+): Promise<{ id: string; created: boolean }> {
+  const where = `receiveWebhook: payload of ${source.name}`;
+  const parsed = await source.schema.safeParseAsync(payload);
+  if (!parsed.success) {
+    throw new JobError("invalid_payload", `${where}: ${describeIssue(parsed.error.issues[0])}`);
+  }
+  assertJson(payload, where);
+  const isText = source.format === "text" && typeof payload === "string";
+  const body = new TextEncoder().encode(isText ? payload : JSON.stringify(payload));
+  const headers = { ...facts.headers, ...isText ? {} : { "content-type": "application/json" } };
+  return await storeWebhook(source, body, payload, { ...facts, headers });
 }
 
 /** A text, or its hash where the database cannot hold it: a message is not refused for what its sender calls it. */
