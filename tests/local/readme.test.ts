@@ -1,5 +1,6 @@
 import assert from "node:assert/strict";
 import { join } from "node:path";
+import { createHmac } from "node:crypto";
 import postgres from "postgres";
 import { recordManagementApi } from "../deploy/management_api.ts";
 import { startWorker } from "../functions/worker_process.ts";
@@ -156,6 +157,60 @@ Deno.test("the README", async (t) => {
       assert.deepEqual(charges, ['{"order":7}', '{"order":7}']);
       const receipts = await sql`select from jobs where dedupe_key = ${job?.id} and kind = 'send_email'`;
       assert.equal(receipts.length, 1);
+    } finally {
+      await sql.end();
+    }
+  });
+
+  await t.step("Stripe's message about a checkout sends one mail, however often it comes", async () => {
+    const [source = ""] = blocks("ts").filter((block) => block.includes("defineWebhookSource("));
+    const app = join(clone.dir, "supabase/functions/_app");
+    const list = await Deno.readTextFile(join(app, "webhooks.ts"));
+    if (list.includes("billing")) return; // followed already
+    await Deno.mkdir(join(app, "webhooks"), { recursive: true });
+    await Deno.writeTextFile(join(app, "webhooks/billing.ts"), source);
+    await Deno.writeTextFile(
+      join(app, "webhooks.ts"),
+      `import { billing } from "./webhooks/billing.ts";\n${list.replace("= []", "= [billing]")}`,
+    );
+    const check = await clone.run(`'${Deno.execPath()}' check supabase/functions`);
+    assert.equal(check.code, 0, check.output);
+    const secret = "whsec_0123456789abcdef";
+    const env = join(clone.dir, "supabase/functions/.env");
+    await Deno.writeTextFile(env, `\nSTRIPE_WEBHOOK_SECRET=${secret}\n`, { append: true });
+
+    // Signed as https://docs.stripe.com/webhooks#verify-manually says.
+    const send = (id: string) => {
+      const object = { object: "checkout.session", customer_email: "buyer@example.com" };
+      const body = JSON.stringify({ id, type: "checkout.session.completed", data: { object } });
+      const timestamp = Math.floor(Date.now() / 1000);
+      const v1 = createHmac("sha256", secret).update(`${timestamp}.${body}`).digest("hex");
+      return fetch(`http://127.0.0.1:${clone.env.LOCAL_API_PORT}/functions/v1/webhook-inbox/billing`, {
+        method: "POST",
+        headers: { "Content-Type": "application/json", "Stripe-Signature": `t=${timestamp},v1=${v1}` },
+        body,
+      });
+    };
+    const { id } = await until("the source", async () => {
+      const response = await send("evt_1"); // until the functions have been loaded anew it is not there
+      const answer = await response.json();
+      return response.status === 202 && answer;
+    });
+    const again = await send("evt_1");
+    assert.deepEqual([again.status, await again.json()], [200, { id, created: false }]);
+    const sql = postgres(databaseUrl, { max: 1, onnotice: () => {} });
+    try {
+      await until("the end", async () => {
+        const [job] = await sql`select status from jobs where id = ${id}`;
+        // A worker that was started before does not know it yet.
+        if (job?.status === "dead") await sql`select retry_webhooks(array[${id}::uuid])`;
+        return job?.status === "succeeded";
+      });
+      const mails = await sql`select payload from jobs where kind = 'send_email' and dedupe_key = 'evt_1'`;
+      assert.deepEqual(mails.map(({ payload }) => payload.to), ["buyer@example.com"]);
+      const [, , query = ""] = blocks("sql").filter((text) => text.includes("list_webhooks")).join("\n")
+        .split("\n");
+      assert.deepEqual((await sql.unsafe(query)).map(({ payload }) => payload.id), ["evt_1"]);
     } finally {
       await sql.end();
     }

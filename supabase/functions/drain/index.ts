@@ -1,4 +1,6 @@
-import "../_app/handlers.ts"; // one that does not load shows when the function starts, not when a job comes
+// What does not load shows when the function starts, not when a job comes.
+import "../_app/handlers.ts";
+import "../_app/webhooks.ts";
 import { retirement, shutdown, surviveUncaughtErrors } from "../_shared/edge_runtime.ts";
 import { errorText } from "../_shared/errors.ts";
 import { problem, readJson, refuseOtherMethods, refuseWithoutCronSecret } from "../_shared/http.ts";

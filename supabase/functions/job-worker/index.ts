@@ -1,5 +1,7 @@
 import { z } from "zod";
-import "../_app/handlers.ts"; // one that does not load shows when the function starts, not when a job comes
+// What does not load shows when the function starts, not when a job comes.
+import "../_app/handlers.ts";
+import "../_app/webhooks.ts";
 import { describeIssue } from "../_shared/attempt.ts";
 import { requiredEnv, serviceClient } from "../_shared/database.ts";
 import { retirement, shutdown, surviveUncaughtErrors } from "../_shared/edge_runtime.ts";
