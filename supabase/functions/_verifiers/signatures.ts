@@ -27,9 +27,8 @@ export function fromSecretBase64(text: string): Bytes | null {
 
 export const utf8 = (text: string): Bytes => new TextEncoder().encode(text);
 
-/** Secrets that are used as they are written; those that are empty are none. */
-export const textKeys = (secrets: string[]): Bytes[] =>
-  secrets.map((secret) => secret.trim()).filter(Boolean).map(utf8);
+/** Secrets that are used as they are written, but for what pasting may have left around them. */
+export const textKeys = (secrets: string[]): Bytes[] => secrets.map((secret) => utf8(secret.trim()));
 
 /** Bytes and texts, one after the other. */
 export const joined = (...parts: (Bytes | string)[]): Bytes =>
@@ -92,14 +91,14 @@ async function verifyWith(
   signatures: (Bytes | null)[],
 ): Promise<string | null> {
   if (signatures.length > MAX_SIGNATURES) return `it has more than ${MAX_SIGNATURES} signatures`;
-  const decoded = signatures.filter((signature) => signature !== null && signature.length > 0);
+  const decoded = signatures.filter((signature) => signature !== null);
   if (decoded.length === 0) return "its signature is missing, or not encoded as it should be";
   for (const bytes of keys) {
     // An empty key would verify what anyone can sign.
     if (bytes.length === 0) continue;
     const key = await crypto.subtle.importKey("raw", bytes, algorithm, false, ["verify"]);
     for (const signature of decoded) {
-      if (signature && await crypto.subtle.verify(algorithm, key, signature, message)) return null;
+      if (await crypto.subtle.verify(algorithm, key, signature, message)) return null;
     }
   }
   return "it was signed with another secret, or changed";
@@ -117,7 +116,7 @@ export function isOneOf(text: string, secrets: string[]): boolean {
 export function textAt(payload: unknown, ...path: string[]): string | undefined {
   let value = payload;
   for (const name of path) {
-    if (typeof value !== "object" || value === null || !Object.hasOwn(value, name)) return undefined;
+    if (typeof value !== "object" || value === null) return undefined;
     value = Reflect.get(value, name);
   }
   if (typeof value === "string") return value;
