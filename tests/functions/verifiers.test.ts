@@ -1,7 +1,11 @@
 import assert from "node:assert/strict";
 import { Buffer } from "node:buffer";
 import { createHash, createHmac, generateKeyPairSync, sign as signEd25519 } from "node:crypto";
-import { readPayload, type Verifier } from "../../supabase/functions/_shared/webhooks.ts";
+import {
+  defineWebhookSource,
+  readPayload,
+  type Verifier,
+} from "../../supabase/functions/_shared/webhooks.ts";
 import { github } from "../../supabase/functions/_verifiers/github.ts";
 import { hmac } from "../../supabase/functions/_verifiers/hmac.ts";
 import { meta } from "../../supabase/functions/_verifiers/meta.ts";
@@ -645,6 +649,14 @@ Deno.test("a message is known by what its sender keeps the same over retries", (
     read(standard, {}, { "svix-id": "svix", "svix-signature": "v1,A", "webhook-id": "no" })[0],
     "svix",
   );
+});
+
+Deno.test("a source can be declared with each verifier, and keeps none of the headers with a signature", () => {
+  for (const { name, verifier, header } of [...cases, shared]) {
+    const { headers } = defineWebhookSource("one", { verify: verifier, handler: () => {} });
+    assert(!headers.includes(header), name);
+    assert(verifier.secretHeaders.map((secret) => secret.toLowerCase()).includes(header), name);
+  }
 });
 
 Deno.test("an id that JSON has rounded, or that is no text, is no id", () => {

@@ -50,7 +50,9 @@ export function namedValues(header: string, separator: string): Map<string, stri
   const values = new Map<string, string[]>();
   for (const part of header.split(separator)) {
     const [, name = "", value = ""] = /^([^=]*)=(.*)$/s.exec(part.trim()) ?? [];
-    values.set(name, [...values.get(name) ?? [], value]);
+    const known = values.get(name);
+    if (known) known.push(value);
+    else values.set(name, [value]);
   }
   return values;
 }

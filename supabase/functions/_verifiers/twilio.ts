@@ -37,7 +37,6 @@ export function twilio({ secret, url: known }: TwilioOptions): Verifier {
   return {
     secret,
     secretHeaders: ["x-twilio-signature"],
-    headers: ["i-twilio-idempotency-token"],
     format: "form",
     id: fromHeader("i-twilio-idempotency-token"),
     type: ({ payload }) =>
