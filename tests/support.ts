@@ -205,7 +205,9 @@ export async function startFunction(
  */
 export async function makeApp(app = "tests/app"): Promise<string> {
   const dir = await Deno.makeTempDir({ prefix: "nightshift-app-" });
-  const functions = ["_shared", "job-worker", "webhook-inbox", "drain"].map((name) => `functions/${name}`);
+  const functions = ["_shared", "_webhooks", "job-worker", "webhook-inbox", "drain"].map((name) =>
+    `functions/${name}`
+  );
   for (const path of functions) {
     await copyTree(join(projectDir, "supabase", path), join(dir, "supabase", path));
   }

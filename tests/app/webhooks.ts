@@ -1,6 +1,16 @@
 import { z } from "zod";
-import { PermanentError, RetryAfterError } from "../_shared/jobs.ts";
-import { defineWebhookSource, type Verifier, type WebhookMessage } from "../_shared/webhooks.ts";
+import {
+  defineWebhookSource,
+  PermanentError,
+  RetryAfterError,
+  type WebhookMessage,
+} from "../_shared/jobs.ts";
+import { github } from "../_webhooks/github.ts";
+import { meta } from "../_webhooks/meta.ts";
+import { slack } from "../_webhooks/slack.ts";
+import { standardWebhooks } from "../_webhooks/standard_webhooks.ts";
+import { stripe } from "../_webhooks/stripe.ts";
+import type { Verifier } from "../_webhooks/verifier.ts";
 import { dieOnce } from "./die_once.ts";
 
 const append = (file: string, line: string) => Deno.writeTextFileSync(file, `${line}\n`, { append: true });
@@ -60,4 +70,15 @@ export const webhooks = [
   defineWebhookSource("forms", { verify: plain, format: "form", handler: describe }),
   defineWebhookSource("texts", { verify: plain, format: "text", maxBodyBytes: 1_000, handler: describe }),
   trusted,
+  defineWebhookSource("standard", {
+    verify: standardWebhooks({ secret: "TEST_STANDARD_SECRET" }),
+    handler: describe,
+  }),
+  defineWebhookSource("stripe", { verify: stripe({ secret: "TEST_STRIPE_SECRET" }), handler: describe }),
+  defineWebhookSource("github", { verify: github({ secret: "TEST_WEBHOOK_SECRET" }), handler: describe }),
+  defineWebhookSource("slack", { verify: slack({ secret: "TEST_WEBHOOK_SECRET" }), handler: describe }),
+  defineWebhookSource("meta", {
+    verify: meta({ secret: "TEST_WEBHOOK_SECRET", verifyToken: "TEST_VERIFY_TOKEN" }),
+    handler: describe,
+  }),
 ];

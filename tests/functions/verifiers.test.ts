@@ -1,22 +1,19 @@
 import assert from "node:assert/strict";
 import { Buffer } from "node:buffer";
 import { createHash, createHmac, generateKeyPairSync, sign as signEd25519 } from "node:crypto";
-import {
-  defineWebhookSource,
-  readPayload,
-  type Verifier,
-} from "../../supabase/functions/_shared/webhooks.ts";
-import { github } from "../../supabase/functions/_verifiers/github.ts";
-import { hmac } from "../../supabase/functions/_verifiers/hmac.ts";
-import { meta } from "../../supabase/functions/_verifiers/meta.ts";
-import { paddle } from "../../supabase/functions/_verifiers/paddle.ts";
-import { sharedHeader } from "../../supabase/functions/_verifiers/shared_header.ts";
-import { shopify } from "../../supabase/functions/_verifiers/shopify.ts";
-import { type Bytes, fromHeader, textAt } from "../../supabase/functions/_verifiers/signatures.ts";
-import { slack } from "../../supabase/functions/_verifiers/slack.ts";
-import { standardWebhooks } from "../../supabase/functions/_verifiers/standard_webhooks.ts";
-import { stripe } from "../../supabase/functions/_verifiers/stripe.ts";
-import { twilio } from "../../supabase/functions/_verifiers/twilio.ts";
+import { defineWebhookSource, readPayload } from "../../supabase/functions/_webhooks/sources.ts";
+import type { Verifier } from "../../supabase/functions/_webhooks/verifier.ts";
+import { github } from "../../supabase/functions/_webhooks/github.ts";
+import { hmac } from "../../supabase/functions/_webhooks/hmac.ts";
+import { meta } from "../../supabase/functions/_webhooks/meta.ts";
+import { paddle } from "../../supabase/functions/_webhooks/paddle.ts";
+import { sharedHeader } from "../../supabase/functions/_webhooks/shared_header.ts";
+import { shopify } from "../../supabase/functions/_webhooks/shopify.ts";
+import { type Bytes, fromHeader, textAt } from "../../supabase/functions/_webhooks/signatures.ts";
+import { slack } from "../../supabase/functions/_webhooks/slack.ts";
+import { standardWebhooks } from "../../supabase/functions/_webhooks/standard_webhooks.ts";
+import { stripe } from "../../supabase/functions/_webhooks/stripe.ts";
+import { twilio } from "../../supabase/functions/_webhooks/twilio.ts";
 import { type Message, signByPackages } from "../senders/senders.ts";
 import { seeded } from "../support.ts";
 import vectors from "./webhook_vectors.json" with { type: "json" };

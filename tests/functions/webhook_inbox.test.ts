@@ -1,16 +1,27 @@
 import assert from "node:assert/strict";
 import { once } from "node:events";
 import { connect } from "node:net";
+import { createHmac } from "node:crypto";
+import { signByPackages } from "../senders/senders.ts";
 import { startFunction, startTestStack, type TestStack, until, untilStates } from "../support.ts";
 
 /** What senders are answered, and what handlers are given of it. The verifiers have tests of their own. */
 
 const secret = "a-secret-of-more-than-sixteen-characters";
+const standardSecret = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw";
+const stripeSecret = "whsec_a_secret_of_stripe";
+const verifyToken = "a-token-for-the-dashboard";
 
 let stack: TestStack;
 Deno.test.beforeAll(async () => {
   stack = await startTestStack({
-    env: { TEST_WEBHOOK_SECRET: `old-secret-of-the-same-source, ${secret}\n` },
+    env: {
+      TEST_WEBHOOK_SECRET: `old-secret-of-the-same-source, ${secret}\n`,
+      // As Supabase Auth has it, and rotated.
+      TEST_STANDARD_SECRET: `v1,${standardSecret},v1,whsec_b2xkLXNlY3JldC1vZi10aGUtc2FtZS1zb3VyY2U=`,
+      TEST_STRIPE_SECRET: stripeSecret,
+      TEST_VERIFY_TOKEN: verifyToken,
+    },
   });
 });
 Deno.test.afterAll(async () => await stack[Symbol.asyncDispose]());
@@ -248,6 +259,53 @@ Deno.test("a body that is too large is 413 and nothing is stored, with and witho
   const [answer] = await once(socket, "data");
   socket.destroy();
   assert.match(String(answer), /^HTTP\/1.1 413 /);
+});
+
+Deno.test("what the senders' own packages sign is stored once, and refused when it is changed", async () => {
+  const timestamp = Math.floor(Date.now() / 1000);
+  const messages = ([
+    ["standardwebhooks", "standard", standardSecret],
+    ["svix", "standard", standardSecret],
+    ["stripe", "stripe", stripeSecret],
+    ["github", "github", secret],
+  ] as const).map(([sender, source, secret]) => {
+    const body = JSON.stringify({ id: `evt_${sender}`, type: "ping", text: "ünïcode ☃", n: 2 ** 60 });
+    return { sender, source, secret, body, timestamp };
+  });
+  const signed = await signByPackages(messages);
+  for (const [index, { sender, source, body }] of messages.entries()) {
+    const sent = { headers: { ...signed[index], "X-Test-Secret": "" }, body };
+    const id = await sendNew(source, sent);
+    const again = await send(source, sent);
+    assert.deepEqual([again.status, (await again.json()).id], [200, id], sender);
+    const changed = await send(source, { ...sent, body: body.replace("ping", "pong") });
+    await assertRefused(changed, 401, "Unauthorized", /missing, wrong or too old/);
+    const { id: messageId, payload, headers } = await resultOf(id);
+    assert.deepEqual(payload, JSON.parse(body), sender);
+    assert.match(messageId, sender === "stripe" ? /^evt_stripe$/ : /^msg_\d$/);
+    assert.ok(!Object.keys(headers).some((name) => name.includes("signature")));
+  }
+});
+
+Deno.test("the questions that Slack and Meta ask are answered, to them alone, and not stored", async () => {
+  const body = JSON.stringify({ type: "url_verification", challenge: "3eZbrw1aB" });
+  const timestamp = String(Math.floor(Date.now() / 1000));
+  const signature = createHmac("sha256", secret).update(`v0:${timestamp}:${body}`).digest("hex");
+  const headers = { "X-Slack-Request-Timestamp": timestamp, "X-Slack-Signature": `v0=${signature}` };
+  const answer = await send("slack", { headers, body });
+  assert.deepEqual([answer.status, await answer.text()], [200, "3eZbrw1aB"]);
+  await assertRefused(await send("slack", { body }), 401, "Unauthorized", /missing/);
+
+  const ask = (token: string) =>
+    send(`meta?hub.mode=subscribe&hub.challenge=1158201444&hub.verify_token=${token}`, { method: "GET" });
+  const known = await ask(verifyToken);
+  assert.deepEqual([known.status, await known.text()], [200, "1158201444"]);
+  await assertRefused(await ask("guessed"), 401, "Unauthorized", /missing/);
+  const put = await send("meta", { method: "PUT" });
+  assert.equal(put.headers.get("Allow"), "GET, POST");
+  await assertRefused(put, 405, "Method not allowed", /Use GET or POST/);
+  const stored = await stack.sql`select from webhook_inbox where source in ('slack', 'meta')`;
+  assert.equal(stored.length, 0);
 });
 
 Deno.test("a message that is only stored by trusted code is checked, stored once and processed", async () => {

@@ -4,7 +4,7 @@ import { type App, assertJson, describeIssue } from "./attempt.ts";
 import { callDatabase, inSnakeCase } from "./database.ts";
 import { JobError } from "./errors.ts";
 import type { Handler, HandlersOf } from "./kinds.ts";
-import { withWebhooks } from "./webhooks.ts";
+import { withWebhooks } from "../_webhooks/sources.ts";
 import { wakeWorker, work, type WorkOptions, type WorkReport } from "./worker.ts";
 
 /** The queue as this app uses it: the engine bound to the kinds declared in _app/kinds.ts. */
@@ -15,7 +15,7 @@ export { JobError, PermanentError, RetryAfterError, SnoozeError } from "./errors
 export type { Job } from "./kinds.ts";
 export * from "./queue.ts";
 export { retryAfterSeconds } from "./retry_after.ts";
-export { defineWebhookSource, receiveWebhook, type WebhookMessage } from "./webhooks.ts";
+export { defineWebhookSource, receiveWebhook, type WebhookMessage } from "../_webhooks/sources.ts";
 
 type Kinds = typeof kinds;
 

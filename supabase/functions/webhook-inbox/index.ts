@@ -4,15 +4,8 @@ import { surviveUncaughtErrors } from "../_shared/edge_runtime.ts";
 import { errorText } from "../_shared/errors.ts";
 import { notConfigured, problem, readBody, refuseOtherMethods } from "../_shared/http.ts";
 import { log } from "../_shared/log.ts";
-import {
-  isJson,
-  readPayload,
-  type ReceivedRequest,
-  storeWebhook,
-  type Verifier,
-  type WebhookFacts,
-  type WebhookSource,
-} from "../_shared/webhooks.ts";
+import { readPayload, storeWebhook, type WebhookFacts, type WebhookSource } from "../_webhooks/sources.ts";
+import { isJson, type ReceivedRequest, type Verifier } from "../_webhooks/verifier.ts";
 import { passes } from "../_shared/worker.ts";
 
 /** Senders wait for three seconds (Slack) or more: what takes longer is answered as failed, and they send again. */

@@ -1,7 +1,7 @@
 import { Buffer } from "node:buffer";
 import { createHash } from "node:crypto";
 import { parse, stringify } from "node:querystring";
-import { isJson, type Verifier } from "../_shared/webhooks.ts";
+import { isJson, type Verifier } from "./verifier.ts";
 import {
   type Bytes,
   fromBase64,

@@ -1,4 +1,4 @@
-import type { SignedRequest, Verifier } from "../_shared/webhooks.ts";
+import type { SignedRequest, Verifier } from "./verifier.ts";
 import {
   type Bytes,
   fromBase64,

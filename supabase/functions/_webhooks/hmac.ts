@@ -1,4 +1,4 @@
-import type { Verifier } from "../_shared/webhooks.ts";
+import type { Verifier } from "./verifier.ts";
 import { fromBase64, fromHex, type HmacAlgorithm, oneHeader, textKeys, verifyHmac } from "./signatures.ts";
 
 export interface HmacOptions {

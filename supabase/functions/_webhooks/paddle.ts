@@ -1,4 +1,4 @@
-import type { Verifier } from "../_shared/webhooks.ts";
+import type { Verifier } from "./verifier.ts";
 import {
   fromHex,
   fromPayload,

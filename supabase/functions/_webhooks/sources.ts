@@ -1,59 +1,14 @@
 import { Buffer } from "node:buffer";
 import { createHash } from "node:crypto";
 import { z } from "zod";
-import { type App, assertJson, describeIssue, storableJson } from "./attempt.ts";
-import { callDatabase } from "./database.ts";
-import { JobError, PermanentError, safeText } from "./errors.ts";
-import type { Handler, Job, KindDeclaration } from "./kinds.ts";
-import { readWebhook } from "./queue.ts";
+import { type App, assertJson, describeIssue, storableJson } from "../_shared/attempt.ts";
+import { callDatabase } from "../_shared/database.ts";
+import { JobError, PermanentError, safeText } from "../_shared/errors.ts";
+import type { Handler, Job, KindDeclaration } from "../_shared/kinds.ts";
+import { readWebhook } from "../_shared/queue.ts";
+import { isJson, type Reader, type Verifier, type WebhookFormat } from "./verifier.ts";
 
 /** Webhook sources: who may send messages to this app, and what becomes of them. A job of kind `webhook_<source>` has each. */
-
-/** A request as it came. Its URL is the one that the sender knows. */
-export interface SignedRequest {
-  url: URL;
-  headers: Headers;
-  body: Uint8Array<ArrayBuffer>;
-}
-
-/** A request that is known to come from the source. */
-export interface ReceivedRequest extends SignedRequest {
-  /** The body as the source's format has it: JSON.parse's value, a form's fields, or its text. */
-  payload: unknown;
-}
-
-/** Reads something from a request; undefined or null when it is not there. */
-export type Reader = (request: ReceivedRequest) => string | null | undefined;
-
-/**
- * How a body is read: JSON, and nothing else is taken (`json`); a form, or JSON where the content type says so (`form`); as
- * text, whatever it is (`text`).
- */
-export type WebhookFormat = "json" | "form" | "text";
-
-/** How one provider signs, and where it puts what a message is known by. */
-export interface Verifier {
-  /** The environment variable that holds its secret, or several, separated by commas, while one is being rotated. */
-  secret: string;
-  /** Null when one of the secrets has signed the request, at about `now`; else why that is not so, for the log. Never throws. */
-  verify(request: SignedRequest, secrets: string[], now: Date): Promise<string | null>;
-  /** What is wrong with a secret, in words that do not quote it; null when it can be used. */
-  checkSecret?(secret: string): string | null;
-  /** Headers with signatures or secrets: never kept. */
-  secretHeaders: string[];
-  /** Headers to keep, beside those that the source names. */
-  headers?: string[];
-  /** How the body is read unless the source says otherwise; json by default. */
-  format?: WebhookFormat;
-  /** What a message is known by, unless the source says otherwise. */
-  id?: Reader;
-  type?: Reader;
-  tenant?: Reader;
-  /** An answer for a request that is no message, such as the question whether this endpoint is the sender's own. */
-  answer?(request: ReceivedRequest): Response | null;
-  /** Answers GET: the variable of another secret, and what it answers to whoever knows one of its values; else null. */
-  challenge?: { secret: string; answer(url: URL, secrets: string[]): Response | null };
-}
 
 /** What the handler of a source is given: the message, and all of its job but the payload. */
 export interface WebhookMessage<Payload> extends Omit<Job, "id"> {
@@ -212,10 +167,6 @@ export function readPayload(
     return [name, values.length > 1 ? values : values[0]];
   }));
 }
-
-/** Whether a Content-Type is application/json, or another type in JSON such as application/cloudevents+json. */
-export const isJson = (contentType: string | null | undefined) =>
-  /^application\/(json|[\w.-]+\+json) *(;|$)/i.test(contentType ?? "");
 
 /** What is known of a message beside its body. */
 export interface WebhookFacts {

@@ -1,6 +1,6 @@
 import { Buffer } from "node:buffer";
 import { createHash, timingSafeEqual } from "node:crypto";
-import type { Reader } from "../_shared/webhooks.ts";
+import type { Reader } from "./verifier.ts";
 
 /** What the verifiers have in common: strict decoding, comparing in constant time, and reading what a message is known by. */
 
@@ -114,7 +114,7 @@ export function isOneOf(text: string, secrets: string[]): boolean {
   return usable.map((secret) => timingSafeEqual(given, sha256(secret))).includes(true);
 }
 
-/** The text, or the whole number, at a place in a payload; undefined where there is none. Numbers above 2^53 are rounded. */
+/** The text, or the whole number, at a place in a payload; undefined where there is none, or JSON.parse may have rounded it. */
 export function textAt(payload: unknown, ...path: string[]): string | undefined {
   let value = payload;
   for (const name of path) {
