@@ -1,4 +1,5 @@
 import assert from "node:assert/strict";
+import { Buffer } from "node:buffer";
 import postgres from "postgres";
 import { only } from "./queue.ts";
 
@@ -22,7 +23,8 @@ export function sqlApi(sql: postgres.Sql): Api {
       const list = Object.keys(args).map((arg, i) => `${arg} => $${i + 1}`).join(", ");
       const rows = await sql.unsafe<{ row: T }[]>(
         `select to_jsonb(r) as row from public.${name}(${list}) r`,
-        Object.values(args),
+        // As Postgres reads it; the client would take it for the bytes of a text.
+        Object.values(args).map((value) => String(value).startsWith("\\x") ? fromHex(String(value)) : value),
       );
       return rows.map(({ row }) => row);
     },
@@ -42,6 +44,8 @@ export function sqlApi(sql: postgres.Sql): Api {
     },
   };
 }
+
+const fromHex = (text: string) => Buffer.from(text.slice(2), "hex");
 
 /** Through REST, with these headers. Throws what it answers when that is an error. */
 export function restApi(apiUrl: string, headers: Record<string, string>): Api {
@@ -123,6 +127,17 @@ export async function useContract(api: Api): Promise<void> {
   assert.equal((await api.call("job_stats", { kinds: ["keyed", "test"] })).length, 2);
   assert.equal((await api.read("job_health", "kind", "keyed")).length, 1);
   assert.deepEqual(await api.call("purge_jobs"), [0]);
+  const message = { source: "test", body: "\\x7b7d", message_id: "m", tenant: "t" };
+  const received = only(await api.call<{ id: string; created: boolean }>("receive_webhook", message));
+  assert.equal(received.created, true);
+  const { id } = received;
+  assert.deepEqual(await api.call("receive_webhook", message), [{ id, created: false }]);
+  assert.equal(only(await api.call<Row>("read_webhook", { id })).body, "e30=");
+  const inbox = await api.call<Row>("list_webhooks", { source: "test", tenant: "t", status: "pending" });
+  assert.deepEqual(inbox.map((row) => row.id), [id]);
+  assert.deepEqual((await api.read<Row>("webhook_inbox", "id", id)).map(({ payload }) => payload), [{}]);
+  assert.deepEqual(await api.call("retry_webhooks", { source: "test" }), []);
+  assert.deepEqual(await api.call("purge_webhooks", { tenant: "t" }), [1]);
   await api.call("disable_dispatch");
   await api.call("enable_dispatch");
   assert.ok((await api.call("job_dispatch_health")).length > 0);

@@ -64,6 +64,7 @@ const routines = (sql: postgres.Sql) =>
 const samples: Record<string, [sql: string, json: postgres.JSONValue]> = {
   bigint: ["1", 1],
   boolean: ["true", true],
+  bytea: ["'\\x7b7d'", "\\x7b7d"],
   integer: ["1", 1],
   "integer[]": ["'{1}'", [1]],
   interval: ["'1 second'", "1 second"],
