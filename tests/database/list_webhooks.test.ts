@@ -275,7 +275,7 @@ Deno.test("older than, at most so many, and the oldest first", async () => {
   for (const endless of ["1000000 days", "178000000 years"]) {
     assert.equal(await purge(`'billing', older_than => '${endless}'`), 0);
   }
-  assert.equal(await purge("'billing', older_than => '23 hours'"), 3);
+  assert.equal(await purge("'billing', null, '23 hours'"), 3); // null spares nobody, but the time does
   const more = [
     ...await add("shop", "dead", { count: 3, tenant: "t" }),
     ...await add("zoo", "dead", { tenant: "t" }),
