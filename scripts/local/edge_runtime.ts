@@ -24,7 +24,8 @@ async function end(): Promise<void> {
   ending = true;
   dispatchEvent(new CustomEvent("beforeunload", { detail: { reason: "termination" } }));
   const late = new Promise((resolve) => setTimeout(resolve, SHUTDOWN_MS));
-  await Promise.race([settled(), late]);
+  // What has been received is answered; what comes now waits for the next process.
+  await Promise.race([Promise.all([server?.shutdown(), settled()]), late]);
   Deno.exit(0);
 }
 
@@ -39,11 +40,12 @@ for (const signal of ["SIGINT", "SIGHUP"] as const) Deno.addSignalListener(signa
 // Deno loads the function when this file has nothing left to do, and a read of standard input would be something: were it
 // begun any earlier, the function would now and then not be loaded at all.
 const { serve } = Deno;
+let server: Deno.HttpServer | undefined;
 Object.defineProperty(Deno, "serve", {
   value(...args: Parameters<typeof serve>) {
     endWithParent();
     endWhenStuck();
-    return serve(...args);
+    return server = serve(...args);
   },
 });
 

@@ -15,14 +15,17 @@ import { dieOnce } from "./die_once.ts";
 
 const append = (file: string, line: string) => Deno.writeTextFileSync(file, `${line}\n`, { append: true });
 
-/** Signed by whoever sends the secret. */
+/** Signed by whoever sends the secret; dies when it is told to. */
 const plain: Verifier = {
   secret: "TEST_WEBHOOK_SECRET",
   secretHeaders: ["X-Test-Secret"],
-  verify: ({ headers }, secrets) =>
-    Promise.resolve(
+  verify: ({ headers }, secrets) => {
+    const die = headers.get("X-Test-Die");
+    if (die) dieOnce(die);
+    return Promise.resolve(
       secrets.includes(headers.get("X-Test-Secret") ?? "") ? null : "the secret is missing or wrong",
-    ),
+    );
+  },
 };
 
 /** All that a handler is told of its message. */

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { join } from "node:path";
-import postgres from "postgres";
 import { shortLease, startTestStack, type TestStack, until, untilLines } from "../support.ts";
+import { endConnections, endLease, hold, killGateway, untilBlocked, watchCompletions } from "./crashes.ts";
 
 /** Processes that are killed, frozen or cut off at a chosen moment: every job ends, completed once, by itself. */
 
@@ -10,19 +10,7 @@ let files = 0;
 
 Deno.test.beforeAll(async () => {
   stack = await startTestStack({ prepare: shortLease(3, 200) });
-  const { sql } = stack;
-  await sql`select cron.schedule('nightshift_tick', '1 second', 'select private.tick()')`;
-  // Whatever becomes of a job is written down with it.
-  await sql`create table completions (job_id uuid)`;
-  await sql`
-    create function note_completion() returns trigger language plpgsql security definer as $$
-    begin
-      insert into public.completions values (new.id);
-      return null;
-    end $$`;
-  await sql`
-    create trigger note_completion after update of status on jobs for each row
-    when (new.status = 'succeeded') execute function note_completion()`;
+  await watchCompletions(stack);
 });
 Deno.test.afterAll(async () => await stack[Symbol.asyncDispose]());
 
@@ -77,46 +65,16 @@ async function assertSucceeds(id: string, attempts: number): Promise<void> {
   }
 }
 
-/** The lease of a worker that is gone, as if its three seconds were over. */
-const endLease = (id: string) =>
-  stack.sql`update jobs set lease_expires_at = clock_timestamp() where id = ${id} and status = 'running'`;
-
-/** A transaction that holds a lock until it is released. */
-async function hold(lock: (sql: postgres.Sql) => Promise<unknown>): Promise<{ release(): Promise<void> }> {
-  const sql = stack.db.connect("postgres", { max: 1 });
-  await sql`begin`;
-  await lock(sql);
-  return {
-    async release() {
-      await sql`commit`;
-      await sql.end();
-    },
-  };
-}
-
-const lockRow = (id: string) => hold(async (sql) => await sql`select from jobs where id = ${id} for update`);
+const lockRow = (id: string) =>
+  hold(stack.db, async (sql) => await sql`select from jobs where id = ${id} for update`);
 
 /** The claim has picked its jobs and locked their rows when it comes to this table. */
-const lockKinds = () => hold(async (sql) => await sql`lock table job_kinds in access exclusive mode`);
-
-/** Waits until a call of this SQL function waits for a lock. */
-const untilBlocked = (name: string) =>
-  until(`${name} to wait for a lock`, async () => {
-    const rows = await stack.sql`
-      select from pg_stat_activity
-      where datname = current_database() and usename = 'authenticator' and wait_event_type = 'Lock' and query like ${`%${name}%`}`;
-    return rows.length > 0;
-  });
+const lockKinds = () =>
+  hold(stack.db, async (sql) => await sql`lock table job_kinds in access exclusive mode`);
 
 /** A worker is awake that has heard of the kinds, so that it claims without asking for them first. */
 async function warmUp(): Promise<void> {
   await assertSucceeds(await enqueue("echo", {}), 1);
-}
-
-async function killGateway(): Promise<void> {
-  const { gateway } = stack.services;
-  gateway.kill("SIGKILL");
-  await gateway.status;
 }
 
 for (
@@ -129,7 +87,7 @@ for (
     const file = newFile();
     const id = await enqueue("die_once", { file, when });
     await until("the death", () => Deno.stat(`${file}.died`).catch(() => null));
-    await endLease(id);
+    await endLease(stack, id);
     await assertSucceeds(id, 2);
     assert.equal((await job(id)).result, 2);
   });
@@ -148,11 +106,11 @@ Deno.test("a worker that is killed while it claims takes an attempt of the jobs 
   await warmUp();
   const lock = await lockKinds();
   const id = await enqueue("echo", {});
-  await untilBlocked("claim_jobs");
+  await untilBlocked(stack, "claim_jobs");
   await stack.restart();
   await lock.release();
   await until("the claim to take effect", async () => (await job(id)).status === "running");
-  await endLease(id);
+  await endLease(stack, id);
   await assertSucceeds(id, 2);
 });
 
@@ -163,7 +121,7 @@ Deno.test("a worker that is killed while it settles has completed the job, or an
     await untilLines(file, 1);
     const lock = await lockRow(id);
     await openGate(file);
-    await untilBlocked("complete_jobs");
+    await untilBlocked(stack, "complete_jobs");
     const pid = stack.pid();
     Deno.kill(pid, "SIGKILL");
     if (released) await lock.release();
@@ -175,7 +133,7 @@ Deno.test("a worker that is killed while it settles has completed the job, or an
         return rows.length <= 1; // this one
       });
       await lock.release();
-      await endLease(id);
+      await endLease(stack, id);
     }
     await assertSucceeds(id, released ? 1 : 2);
   }
@@ -220,8 +178,8 @@ Deno.test("a gateway that is killed during a claim undoes it: the attempt is not
   await warmUp();
   const lock = await lockKinds();
   const id = await enqueue("echo", {});
-  await untilBlocked("claim_jobs");
-  await killGateway();
+  await untilBlocked(stack, "claim_jobs");
+  await killGateway(stack);
   await lock.release();
   await assertSucceeds(id, 1);
 });
@@ -238,21 +196,12 @@ for (
     await untilLines(file, 1);
     const lock = await lockRow(id);
     await openGate(file);
-    await untilBlocked("complete_jobs");
-    await cut();
+    await untilBlocked(stack, "complete_jobs");
+    await cut(stack);
     await lock.release();
     await assertSucceeds(id, 1);
     assert.equal(await Deno.readTextFile(file), `${id}\n`);
   });
-}
-
-async function endConnections(): Promise<void> {
-  const admin = stack.db.connect("supabase_admin", { max: 1 });
-  const ended = await admin`
-    select pg_terminate_backend(pid) from pg_stat_activity
-    where datname = current_database() and usename = 'authenticator'`;
-  assert(ended.length > 0);
-  await admin.end();
 }
 
 Deno.test("while the players of cron and net are gone nothing starts, and all does when they are back", async () => {
