@@ -55,7 +55,7 @@ async function receive(request: Request, source: WebhookSource, verify: Verifier
   const secrets = readSecrets(source, verify.secret, verify);
   if (!secrets) return notConfigured();
   const read = await readBody(request, source.maxBodyBytes);
-  if ("refused" in read) return refuse(read.refused, "its body is too large, or breaks off");
+  if ("refused" in read) return refuse(read.refused, "its body is too large or too slow, or breaks off");
 
   const signed = { url: publicUrl(request), headers, body: read.body };
   const why = await verify.verify(signed, secrets, new Date());
