@@ -191,7 +191,8 @@ export async function storeWebhook(
   { id, type, tenant, headers = {}, context }: WebhookFacts,
   timeoutMs?: number,
 ): Promise<z.output<typeof received>> {
-  const form = format === "form" && !isJson(headers["content-type"]);
+  // As with JSON, what is larger has no payload for queries.
+  const form = format === "form" && !isJson(headers["content-type"]) && body.length <= MIB;
   const answer = await callDatabase("receive_webhook", {
     source: name,
     body: `\\x${Buffer.from(body).toString("hex")}`,
