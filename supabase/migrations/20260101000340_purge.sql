@@ -23,7 +23,8 @@ begin
 end $$;
 
 -- The kinds that have jobs which ended so long ago that they should be gone, and since `late` then; and since when the others
--- of their status must have ended to stay.
+-- of their status must have ended to stay. The jobs of webhook messages stay for 4 days at least: their senders may repeat
+-- for three what they think was not received, and without its row a message is new.
 create function private.purgeable_kinds(late interval) returns table (kind text, status text, since timestamptz)
 language plpgsql set search_path = pg_catalog, pg_temp as $$
 begin
@@ -31,7 +32,9 @@ begin
   return query
   select a.kind, s.status, s.since from private.known_kinds() a(kind) left join public.job_kinds k on k.kind = a.kind
   cross join lateral (
-    select v.status, clock_timestamp() - least(v.keep, interval '1000 years') as since from (values
+    select v.status, clock_timestamp() - least(
+      case when starts_with(a.kind, 'webhook_') then greatest(v.keep, interval '4 days') else v.keep end, interval '1000 years'
+    ) as since from (values
       ('succeeded', coalesce(k.keep_succeeded, interval '7 days')),
       ('dead', coalesce(k.keep_dead, interval '30 days')),
       ('cancelled', coalesce(k.keep_cancelled, interval '7 days'))

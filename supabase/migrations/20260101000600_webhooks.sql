@@ -6,7 +6,8 @@
 -- Invariants
 --   * Of one source, tenant and message id there is one row, however often and at once it is sent. The first body stays.
 --   * A message's status is its job's. They are deleted together, by whoever deletes the job.
---   * What has ended stays for 4 days at least: longer than senders repeat what was not received (Stripe: 3 days).
+--   * What has ended stays for 4 days at least, whatever job_kinds says: longer than senders repeat what was not received
+--     (Stripe: 3 days). See private.purgeable_kinds().
 --   * body is what came, byte for byte. payload is the same as jsonb, for queries, and null where that cannot be.
 
 create table public.webhook_inbox (
@@ -31,10 +32,6 @@ comment on column public.webhook_inbox.other_bodies is 'How often the message ca
 create index webhook_inbox_source on public.webhook_inbox (source, id);
 create index webhook_inbox_tenant on public.webhook_inbox (source, tenant, id) where tenant is not null;
 create index jobs_webhooks on public.jobs (kind, status, id) where starts_with(kind, 'webhook_');
-
-alter table public.job_kinds add constraint job_kinds_keep_webhooks check (
-  not starts_with(kind, 'webhook_') or least(keep_succeeded, keep_dead, keep_cancelled) >= interval '4 days'
-);
 
 alter table public.webhook_inbox enable row level security;
 revoke all on public.webhook_inbox from public, anon, authenticated;
@@ -68,12 +65,13 @@ end $$;
 --   headers     what is to be kept, an object of texts
 --   payload     the body as jsonb where that is not how it is written, as for a form, and not kept with more than 4 MB;
 --               null: the body itself, if it is JSON
---   context     as in enqueue_job
+--   concurrency_key, context  as in enqueue_job
 --
 -- Raises 22023 naming the argument that is not usable.
 create function public.receive_webhook(
   source text, body bytea, message_id text default null, type text default null, tenant text default null,
-  headers jsonb default '{}', payload jsonb default null, context jsonb default null, out id uuid, out created boolean
+  headers jsonb default '{}', payload jsonb default null, concurrency_key text default null, context jsonb default null,
+  out id uuid, out created boolean
 )
 language plpgsql set search_path = pg_catalog, pg_temp set plan_cache_mode = force_custom_plan
 set enable_seqscan = off set enable_bitmapscan = off set jit = off as $$
@@ -92,6 +90,7 @@ begin
   elsif octet_length(given_id) not between 1 and 512 then wrong := 'message_id does not have 1 to 512 bytes';
   elsif octet_length(tenant) not between 1 and 512 then wrong := 'tenant does not have 1 to 512 bytes';
   elsif octet_length(type) > 512 then wrong := 'type has more than 512 bytes';
+  elsif length(concurrency_key) not between 1 and 512 then wrong := 'concurrency_key does not have 1 to 512 characters';
   elsif jsonb_typeof(headers) is distinct from 'object'
     or jsonb_path_exists(headers, 'strict $.* ? (@.type() != "string")') then
     wrong := 'headers is not an object of texts';
@@ -105,8 +104,8 @@ begin
       values (private.new_job_id(), source, tenant, given_id, type, kept, body, headers)
       on conflict do nothing returning w.id
     )
-    insert into public.jobs as j (id, kind, context) select s.id, 'webhook_' || source, context from stored s
-    returning j.id into id;
+    insert into public.jobs as j (id, kind, concurrency_key, context)
+    select s.id, 'webhook_' || source, concurrency_key, context from stored s returning j.id into id;
     created := id is not null;
     exit when created;
     -- It may have been purged since the insert met it.
@@ -183,14 +182,14 @@ end $$;
 -- Puts messages back as retry_jobs() does: dead ones of a source, or of a tenant there, the first to come first; or dead
 -- and cancelled ones by their ids; at most `max_rows`. Returns the ids of those that now wait. Raises 22023 with neither.
 create function public.retry_webhooks(
-  ids uuid[] default null, source text default null, tenant text default null, max_rows int default 1000
+  source text default null, tenant text default null, ids uuid[] default null, max_rows int default 1000
 ) returns setof uuid
 language plpgsql set search_path = pg_catalog, pg_temp set plan_cache_mode = force_custom_plan
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
 #variable_conflict use_variable
 begin
   if ids is null and source is null then
-    raise exception 'retry_webhooks: neither ids nor a source is given' using errcode = '22023',
+    raise exception 'retry_webhooks: neither a source nor ids are given' using errcode = '22023',
       hint = 'Give ids, which may be {}, or the source whose dead messages are to be processed again.';
   end if;
   return query select public.retry_jobs(ids => array(

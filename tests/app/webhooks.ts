@@ -70,6 +70,17 @@ export const webhooks = [
       return describe(message);
     },
   }),
+  /** One at a time of a customer; reads what is no text, too. */
+  defineWebhookSource("odd", {
+    verify: plain,
+    types: ["taken"],
+    schema: z.object({ n: z.number() }),
+    id: ({ payload }) => z.object({ id: z.custom<string>() }).partial().parse(payload).id,
+    type: ({ payload }) => fields.parse(payload).type,
+    concurrencyKey: ({ payload }) =>
+      z.looseObject({ customer: z.string() }).partial().parse(payload).customer,
+    handler: describe,
+  }),
   defineWebhookSource("forms", { verify: plain, format: "form", handler: describe }),
   defineWebhookSource("texts", { verify: plain, format: "text", maxBodyBytes: 1_000, handler: describe }),
   trusted,

@@ -164,6 +164,27 @@ Deno.test("what the database cannot hold is stored and processed all the same", 
   assert.deepEqual([raw, payload], [[...bytes], { a: "\ufffd" }]);
 });
 
+Deno.test("of types that the handler does not take nothing is asked, and a message has the key that the source reads", async () => {
+  const other = await sendNew("odd", json({ type: "ping" }));
+  assert.deepEqual(await resultOf(other), { ignored: "ping" });
+  assert.deepEqual(await resultOf(await sendNew("odd", json({ customer: "c1" }))), { ignored: null });
+  const taken = await sendNew("odd", json({ type: "taken", n: 1, customer: "c2" }));
+  assert.deepEqual((await resultOf(taken)).payload, { n: 1 });
+  const [job] = await stack.sql`select concurrency_key from jobs where id = ${taken}`;
+  assert.equal(job?.concurrency_key, "c2");
+});
+
+Deno.test("a reader that throws, or gives no text, is 400, and the log names it", async () => {
+  for (const [id, said] of [[5, /the source's id gives a number/], [{}, /id gives a object/]] as const) {
+    await assertRefused(await send("odd", json({ id })), 400, "Bad request", /cannot be read/);
+    await until(
+      "the line",
+      () => stack.lines.some((line) => /webhook_unreadable/.test(line) && said.test(line)),
+    );
+  }
+  await assertRefused(await send("odd", json([])), 400, "Bad request", /cannot be read/);
+});
+
 Deno.test("numbers above 2^53 are in the table as they came", async () => {
   const id = await sendNew("orders", { body: '{"id": "evt_7", "n": 820982911946154508, "m": 1.10}' });
   const [row] = await stack.sql`select payload::text from webhook_inbox where id = ${id}`;
@@ -223,6 +244,7 @@ Deno.test("what is not there is 404, another method 405, another type than JSON 
   ) {
     await assertRefused(await send(path), 404, "Not found", /no webhook source/);
   }
+  assert.ok(stack.lines.some((line) => /"webhook_refused","source":"nobody","status":404/.test(line)));
   for (const method of ["GET", "PUT", "DELETE", "PATCH"]) {
     const response = await send("orders", { method });
     assert.equal(response.headers.get("Allow"), "POST");

@@ -203,7 +203,7 @@ Deno.test("the README", async (t) => {
       await until("the end", async () => {
         const [job] = await sql`select status from jobs where id = ${id}`;
         // A worker that was started before does not know it yet.
-        if (job?.status === "dead") await sql`select retry_webhooks(array[${id}::uuid])`;
+        if (job?.status === "dead") await sql`select retry_webhooks(ids => array[${id}::uuid])`;
         return job?.status === "succeeded";
       });
       const mails = await sql`select payload from jobs where kind = 'send_email' and dedupe_key = 'evt_1'`;

@@ -266,7 +266,7 @@ export async function listWebhooks(
 
 /** Puts dead messages of a source back, or dead and cancelled ones by their ids; the ids of those that now wait. */
 export async function retryWebhooks(
-  options: { ids?: string[]; source?: string; tenant?: string; maxRows?: number },
+  options: { source?: string; tenant?: string; ids?: string[]; maxRows?: number },
 ): Promise<string[]> {
   return ids.parse(await callDatabase("retry_webhooks", options));
 }

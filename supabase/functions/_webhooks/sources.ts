@@ -34,6 +34,8 @@ export interface WebhookSourceOptions<Schema extends z.ZodType> extends Omit<Kin
   verify: Verifier | null;
   /** What it throws fails the attempt, as in any handler. It may run more than once for one message. */
   handler: (message: WebhookMessage<z.output<Schema>>) => unknown;
+  /** The types that the handler takes; all by default. Others are stored, and succeed without it and the schema. */
+  types?: string[];
   /** What the payload has to be when the message is processed: one that does not fit is dead at once. */
   schema?: Schema;
   /** How the body is read; as the verifier says by default. */
@@ -42,6 +44,8 @@ export interface WebhookSourceOptions<Schema extends z.ZodType> extends Omit<Kin
   id?: Reader;
   type?: Reader;
   tenant?: Reader;
+  /** Of the messages with one key, such as a customer's id, `keyConcurrency` (1) are processed at once. */
+  concurrencyKey?: Reader;
   /** Headers to keep, beside Content-Type and those of the verifier. */
   headers?: string[];
   /** 1 MiB by default, 6 MiB at most. */
@@ -54,7 +58,8 @@ export interface WebhookSource<Name extends string = string, Schema extends z.Zo
   verify: Verifier | null;
   schema: Schema;
   format: WebhookFormat;
-  readers: { id?: Reader; type?: Reader; tenant?: Reader };
+  types?: string[];
+  readers: { id?: Reader; type?: Reader; tenant?: Reader; concurrencyKey?: Reader };
   headers: string[];
   maxBodyBytes: number;
   declaration: KindDeclaration;
@@ -70,8 +75,9 @@ export function defineWebhookSource<const Name extends string, Schema extends z.
   name: Name,
   options: WebhookSourceOptions<Schema>,
 ): WebhookSource<Name, Schema> {
-  const { verify, handler, schema, format, id, type, tenant, headers, maxBodyBytes = MIB, ...settings } =
+  const { verify, handler, types, schema, format, id, type, tenant, concurrencyKey, headers, ...more } =
     options;
+  const { maxBodyBytes = MIB, ...settings } = more;
   const refuse = (why: string) => new Error(`defineWebhookSource(${JSON.stringify(name)}): ${why}`);
   if (!/^[a-z][a-z0-9_]{0,54}$/.test(name)) {
     throw refuse(
@@ -94,7 +100,13 @@ export function defineWebhookSource<const Name extends string, Schema extends z.
     // Without one, Schema is ZodUnknown.
     schema: schema ?? z.unknown() as z.ZodType as Schema,
     format: format ?? verify?.format ?? "json",
-    readers: { id: id ?? verify?.id, type: type ?? verify?.type, tenant: tenant ?? verify?.tenant },
+    types,
+    readers: {
+      id: id ?? verify?.id,
+      type: type ?? verify?.type,
+      tenant: tenant ?? verify?.tenant,
+      concurrencyKey,
+    },
     headers: [...new Set(kept)],
     maxBodyBytes,
     declaration: { maxAttempts: 8, ...settings, schema: z.unknown() },
@@ -126,6 +138,7 @@ async function handle(source: WebhookSource, job: Job): Promise<unknown> {
   const stored = await readWebhook(job.id);
   if (!stored) throw new PermanentError("it has no message in webhook_inbox: receive_webhook() makes both");
   const { messageId: id, receivedAt, body, ...message } = stored;
+  if (source.types && !source.types.includes(message.type ?? "")) return { ignored: message.type };
   const raw = () => new Uint8Array(Buffer.from(body, "base64"));
   let payload: unknown;
   try {
@@ -173,6 +186,8 @@ export interface WebhookFacts {
   id?: string | null;
   type?: string | null;
   tenant?: string | null;
+  /** Of the messages with one key, the source's `keyConcurrency` (1) are processed at once. */
+  concurrencyKey?: string | null;
   headers?: Record<string, string>;
   context?: unknown;
 }
@@ -188,7 +203,7 @@ export async function storeWebhook(
   { name, format }: WebhookSource,
   body: Uint8Array<ArrayBuffer>,
   payload: unknown,
-  { id, type, tenant, headers = {}, context }: WebhookFacts,
+  { id, type, tenant, concurrencyKey, headers = {}, context }: WebhookFacts,
   timeoutMs?: number,
 ): Promise<z.output<typeof received>> {
   // As with JSON, what is larger has no payload for queries.
@@ -199,6 +214,7 @@ export async function storeWebhook(
     messageId: id ? storableText(id) : null,
     type: type ? safeText(type, 100) : null,
     tenant: tenant ? storableText(tenant) : null,
+    concurrencyKey: concurrencyKey ? storableText(concurrencyKey) : null,
     headers: Object.fromEntries(Object.entries(headers).map(([key, value]) => [key, safeText(value, 1_000)])),
     // JSON goes as it came: Postgres reads it, and rounds no number.
     payload: form ? JSON.parse(storableJson(JSON.stringify(payload))) : null,

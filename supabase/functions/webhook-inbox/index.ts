@@ -29,6 +29,11 @@ Deno.serve(async (request) => {
   const refused = refuseOtherMethods(request, ...challenge ? ["GET", "POST"] : ["POST"]);
   if (refused) return refused;
   if (!source?.verify) {
+    log("info", "webhook_refused", {
+      source: name.slice(0, 80),
+      status: 404,
+      reason: "there is no such source",
+    });
     return problem(404, "Not found", `There is no webhook source ${JSON.stringify(name.slice(0, 80))}.`);
   }
   try {
@@ -90,17 +95,24 @@ async function receive(request: Request, source: WebhookSource, verify: Verifier
   }
 }
 
-/** What a message is known by, and the headers to keep of it. */
+/** What a message is known by, and the headers to keep of it. Throws what a reader throws. */
 function readFacts({ readers, headers }: WebhookSource, received: ReceivedRequest): WebhookFacts {
   const kept: Record<string, string> = {};
   for (const name of headers) {
     const value = received.headers.get(name);
     if (value !== null) kept[name] = value;
   }
+  const read = (name: keyof typeof readers) => {
+    const value: unknown = readers[name]?.(received);
+    if (value === undefined || value === null || typeof value === "string") return value;
+    // A cast may have hidden it from the compiler.
+    throw new TypeError(`the source's ${name} gives a ${typeof value}, and no text`);
+  };
   return {
-    id: readers.id?.(received),
-    type: readers.type?.(received),
-    tenant: readers.tenant?.(received),
+    id: read("id"),
+    type: read("type"),
+    tenant: read("tenant"),
+    concurrencyKey: read("concurrencyKey"),
     headers: kept,
   };
 }
@@ -124,7 +136,8 @@ function readSecrets(source: WebhookSource, variable: string, verify?: Verifier)
     : secrets.map((secret) => verify?.checkSecret?.(secret)).find(Boolean);
   if (!wrong) return secrets;
   const todo =
-    `${variable} ${wrong}: set it with supabase secrets set, to the secret that the sender signs with. ` +
+    `${variable} ${wrong}: set it with supabase secrets set (on your own machine in functions/.env), to the ` +
+    "secret that the sender signs with. " +
     "Until then every message is refused.";
   log("error", "webhook_secret_unusable", { source: source.name, todo });
   return null;
