@@ -1,6 +1,6 @@
 import { Buffer } from "node:buffer";
 import { createHash, timingSafeEqual } from "node:crypto";
-import type { Reader } from "./verifier.ts";
+import { type Reader, valuesByName } from "./verifier.ts";
 
 /** What the verifiers have in common: strict decoding, comparing in constant time, and reading what a message is known by. */
 
@@ -46,16 +46,13 @@ export function oneHeader(headers: Headers, name: string): string | null {
 }
 
 /** The values by their names in a header such as `t=1,v1=a,v1=b`. */
-export function namedValues(header: string, separator: string): Map<string, string[]> {
-  const values = new Map<string, string[]>();
-  for (const part of header.split(separator)) {
-    const [, name = "", value = ""] = /^([^=]*)=(.*)$/s.exec(part.trim()) ?? [];
-    const known = values.get(name);
-    if (known) known.push(value);
-    else values.set(name, [value]);
-  }
-  return values;
-}
+export const namedValues = (header: string, separator: string): Map<string, string[]> =>
+  valuesByName(
+    header.split(separator).map((part): [string, string] => {
+      const [, name = "", value = ""] = /^([^=]*)=(.*)$/s.exec(part.trim()) ?? [];
+      return [name, value];
+    }),
+  );
 
 /**
  * Why a time in seconds since 1970 is not about `now`, or is not written in digits; null when it is. Exactly the tolerance,

@@ -6,7 +6,7 @@ import { callDatabase } from "../_shared/database.ts";
 import { JobError, PermanentError, safeText } from "../_shared/errors.ts";
 import type { Handler, Job, KindDeclaration } from "../_shared/kinds.ts";
 import { readWebhook } from "../_shared/queue.ts";
-import { isJson, type Reader, type Verifier, type WebhookFormat } from "./verifier.ts";
+import { isJson, type Reader, valuesByName, type Verifier, type WebhookFormat } from "./verifier.ts";
 
 /** Webhook sources: who may send messages to this app, and what becomes of them. A job of kind `webhook_<source>` has each. */
 
@@ -174,11 +174,10 @@ export function readPayload(
   const text = new TextDecoder().decode(body);
   if (format === "text") return text;
   if (format === "json" || isJson(contentType)) return JSON.parse(text);
-  const fields = new URLSearchParams(text);
-  return Object.fromEntries([...fields.keys()].map((name) => {
-    const values = fields.getAll(name);
-    return [name, values.length > 1 ? values : values[0]];
-  }));
+  const fields = valuesByName(new URLSearchParams(text));
+  return Object.fromEntries(
+    Array.from(fields, ([name, values]) => [name, values.length > 1 ? values : values[0]]),
+  );
 }
 
 /** What is known of a message beside its body. */
