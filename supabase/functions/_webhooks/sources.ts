@@ -6,7 +6,7 @@ import { callDatabase } from "../_shared/database.ts";
 import { JobError, PermanentError, safeText } from "../_shared/errors.ts";
 import type { Handler, Job, KindDeclaration } from "../_shared/kinds.ts";
 import { readWebhook } from "../_shared/queue.ts";
-import { isJson, type Reader, valuesByName, type Verifier, type WebhookFormat } from "./verifier.ts";
+import { beginsAsJson, type Reader, valuesByName, type Verifier, type WebhookFormat } from "./verifier.ts";
 
 /** Webhook sources: who may send messages to this app, and what becomes of them. A job of kind `webhook_<source>` has each. */
 
@@ -142,7 +142,7 @@ async function handle(source: WebhookSource, job: Job): Promise<unknown> {
   const raw = () => new Uint8Array(Buffer.from(body, "base64"));
   let payload: unknown;
   try {
-    payload = readPayload(source, message.headers["content-type"], raw());
+    payload = readPayload(source, raw());
   } catch {
     throw new InvalidPayload("(payload): not JSON");
   }
@@ -168,12 +168,11 @@ async function handle(source: WebhookSource, job: Job): Promise<unknown> {
 /** The payload of a body, in UTF-8. Throws SyntaxError when it should be JSON and is none. */
 export function readPayload(
   { format }: Pick<WebhookSource, "format">,
-  contentType: string | null | undefined,
   body: Uint8Array<ArrayBuffer>,
 ): unknown {
   const text = new TextDecoder().decode(body);
   if (format === "text") return text;
-  if (format === "json" || isJson(contentType)) return JSON.parse(text);
+  if (format === "json" || beginsAsJson(text)) return JSON.parse(text);
   const fields = valuesByName(new URLSearchParams(text));
   return Object.fromEntries(
     Array.from(fields, ([name, values]) => [name, values.length > 1 ? values : values[0]]),
@@ -206,7 +205,7 @@ export async function storeWebhook(
   timeoutMs?: number,
 ): Promise<z.output<typeof received>> {
   // As with JSON, what is larger has no payload for queries.
-  const form = format === "form" && !isJson(headers["content-type"]) && body.length <= MIB;
+  const form = format === "form" && body.length <= MIB && !beginsAsJson(new TextDecoder().decode(body));
   const answer = await callDatabase("receive_webhook", {
     source: name,
     body: `\\x${Buffer.from(body).toString("hex")}`,
@@ -238,10 +237,8 @@ export async function receiveWebhook<Schema extends z.ZodType>(
     throw new JobError("invalid_payload", `${where}: ${describeIssue(parsed.error.issues[0])}`);
   }
   assertJson(payload, where);
-  const isText = source.format === "text" && typeof payload === "string";
-  const body = new TextEncoder().encode(isText ? payload : JSON.stringify(payload));
-  const headers = { ...facts.headers, ...isText ? {} : { "content-type": "application/json" } };
-  return await storeWebhook(source, body, payload, { ...facts, headers });
+  const text = source.format === "text" && typeof payload === "string" ? payload : JSON.stringify(payload);
+  return await storeWebhook(source, new TextEncoder().encode(text), payload, facts);
 }
 
 /** A text, or its hash where the database cannot hold it: a message is not refused for what its sender calls it. */

@@ -1,7 +1,7 @@
 import { Buffer } from "node:buffer";
 import { createHash } from "node:crypto";
 import { parse, stringify } from "node:querystring";
-import { isJson, type Verifier } from "./verifier.ts";
+import { beginsAsJson, type Verifier } from "./verifier.ts";
 import {
   fromBase64,
   fromHeader,
@@ -50,11 +50,12 @@ export function twilio({ secret, url: known }: TwilioOptions): Verifier {
       const signature = oneHeader(headers, "x-twilio-signature");
       if (signature === null) return "its x-twilio-signature is missing, or there twice";
       const bodyHash = url.searchParams.get("bodySHA256");
-      if (bodyHash === null && isJson(headers.get("content-type"))) return "it is JSON without bodySHA256";
+      const text = Buffer.from(body).toString();
+      if (bodyHash === null && beginsAsJson(text)) return "it is JSON without bodySHA256";
       if (bodyHash !== null && !isOneOf(bodyHash, [createHash("sha256").update(body).digest("hex")])) {
         return "its body is not that of its bodySHA256";
       }
-      const form = new URLSearchParams(bodyHash === null ? Buffer.from(body).toString() : "");
+      const form = new URLSearchParams(bodyHash === null ? text : "");
       // To sort them would cost a forger nothing, and this function its time.
       if (form.size > MAX_FIELDS) return `it has more than ${MAX_FIELDS} fields`;
       const fields = sortedFields(form);

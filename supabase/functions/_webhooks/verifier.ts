@@ -17,8 +17,8 @@ export interface ReceivedRequest extends SignedRequest {
 export type Reader = (request: ReceivedRequest) => string | null | undefined;
 
 /**
- * How a body is read: JSON, and nothing else is taken (`json`); a form, or JSON where the content type says so (`form`); as
- * text, whatever it is (`text`).
+ * How a body is read: JSON, and nothing else is taken (`json`); a form, or JSON where it begins with a brace or a bracket
+ * (`form`); as text, whatever it is (`text`).
  */
 export type WebhookFormat = "json" | "form" | "text";
 
@@ -47,8 +47,11 @@ export interface Verifier {
 }
 
 /** Whether a Content-Type is application/json, or another type in JSON such as application/cloudevents+json. */
-export const isJson = (contentType: string | null | undefined) =>
+export const isJson = (contentType: string | null) =>
   /^application\/(json|[\w.-]+\+json) *(;|$)/i.test(contentType ?? "");
+
+/** Whether a body that may be JSON or a form is JSON: by how it begins, since nobody signs a Content-Type. */
+export const beginsAsJson = (text: string) => /^\s*[{[]/.test(text);
 
 /** The values of each name, in the order they came. In one pass: a body of 1 MiB may hold half a million fields. */
 export function valuesByName(entries: Iterable<[string, string]>): Map<string, string[]> {

@@ -69,7 +69,7 @@ async function receive(request: Request, source: WebhookSource, verify: Verifier
   const unreadable = () => problem(400, "Bad request", "The signature holds, but the body cannot be read.");
   let payload: unknown;
   try {
-    payload = readPayload(source, contentType, read.body);
+    payload = readPayload(source, read.body);
   } catch {
     return refuse(unreadable(), "its body is not JSON"); // the error would quote it
   }
@@ -126,7 +126,9 @@ const unauthorized = () =>
 /** The secrets in a variable; null, with a line in the log, when they cannot be used. */
 function readSecrets(source: WebhookSource, variable: string, verify?: Verifier): string[] | null {
   // In "v1,whsec_…", as Supabase Auth has it, the comma is part of the secret.
-  const secrets = (Deno.env.get(variable) ?? "").split(/(?<!\bv1a?),/).map((secret) => secret.trim()).filter(
+  const secrets = (Deno.env.get(variable) ?? "").split(/(?<!(?:^|[,|\s])v1a?),/).map((secret) =>
+    secret.trim()
+  ).filter(
     Boolean,
   );
   const wrong = secrets.length === 0
