@@ -145,6 +145,7 @@ Deno.test("what the database cannot hold is stored and processed all the same", 
   const bodies = [
     ["U+0000", JSON.stringify({ id: "nul\0", type: "a\0b", text: "\0" })],
     ["half a pair", '{"id": "\\ud800", "text": "\\udc00"}'],
+    ["half of another", '{"id": "\\ud801", "text": "\\udc00"}'],
     ["a long id", JSON.stringify({ id: long, tenant: long, type: long })],
     ["an endless number", '{"id": "evt_6", "n": 1e400000}'],
     ["a deep body", `${"[".repeat(20_000)}${"]".repeat(20_000)}`],

@@ -244,5 +244,6 @@ export async function receiveWebhook<Schema extends z.ZodType>(
 /** A text, or its hash where the database cannot hold it: a message is not refused for what its sender calls it. */
 function storableText(text: string): string {
   const storable = Buffer.byteLength(text) <= MAX_TEXT_BYTES && text.isWellFormed() && !text.includes("\0");
-  return storable ? text : `sha256:${createHash("sha256").update(text).digest("hex")}`;
+  // Of its JSON, since UTF-8 has one character for every half of a surrogate pair.
+  return storable ? text : `sha256:${createHash("sha256").update(JSON.stringify(text)).digest("hex")}`;
 }
