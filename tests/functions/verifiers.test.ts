@@ -1,7 +1,11 @@
 import assert from "node:assert/strict";
 import { Buffer } from "node:buffer";
 import { createHash, createHmac, generateKeyPairSync, sign as signEd25519 } from "node:crypto";
-import { defineWebhookSource, readPayload } from "../../supabase/functions/_webhooks/sources.ts";
+import {
+  defineWebhookSource,
+  readPayload,
+  receiveWebhook,
+} from "../../supabase/functions/_webhooks/sources.ts";
 import type { Verifier } from "../../supabase/functions/_webhooks/verifier.ts";
 import { github } from "../../supabase/functions/_webhooks/github.ts";
 import { hmac } from "../../supabase/functions/_webhooks/hmac.ts";
@@ -653,6 +657,13 @@ Deno.test("a source can be declared with each verifier, and keeps none of the he
     const { headers } = defineWebhookSource("one", { verify: verifier, handler: () => {} });
     assert(!headers.includes(header), name);
     assert(verifier.secretHeaders.map((secret) => secret.toLowerCase()).includes(header), name);
+  }
+});
+
+Deno.test("a payload without JSON is no message", async () => {
+  const source = defineWebhookSource("one", { verify: null, handler: () => {} });
+  for (const payload of [undefined, () => {}, Symbol()]) {
+    await assert.rejects(receiveWebhook(source, payload), { code: "invalid_payload" });
   }
 });
 

@@ -351,8 +351,10 @@ Deno.test("the questions that Slack and Meta ask are answered, to them alone, an
   assert.equal(stored.length, 0);
 });
 
+type Facts = { id?: string; type?: string; headers?: Record<string, string> };
+
 Deno.test("a message that is only stored by trusted code is checked, stored once and processed", async () => {
-  const call = async (amount: string, facts: Record<string, string> = {}) => {
+  const call = async (amount: string, facts: Facts = {}) => {
     const args = { payload: { amount }, facts };
     const [row] = await stack.sql`select enqueue_job('receive', ${stack.sql.json(args)}) as id`;
     return await until("the call", async () => {
@@ -360,11 +362,12 @@ Deno.test("a message that is only stored by trusted code is checked, stored once
       return job?.result;
     });
   };
-  const stored = await call("7", { id: "row 1", type: "added" });
+  const stored = await call("7", { id: "row 1", type: "added", headers: { "X-Kept": "yes" } });
   assert.deepEqual(await call("7", { id: "row 1" }), { ...stored, created: false });
   assert.partialDeepStrictEqual(await resultOf(stored.id), {
     id: "row 1",
     type: "added",
+    headers: { "x-kept": "yes" },
     payload: { amount: 7 },
   });
   assert.partialDeepStrictEqual(await call("x"), { code: "invalid_payload" });

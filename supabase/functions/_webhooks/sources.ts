@@ -213,7 +213,9 @@ export async function storeWebhook(
     type: type ? safeText(type, 100) : null,
     tenant: tenant ? storableText(tenant) : null,
     concurrencyKey: concurrencyKey ? storableText(concurrencyKey) : null,
-    headers: Object.fromEntries(Object.entries(headers).map(([key, value]) => [key, safeText(value, 1_000)])),
+    headers: Object.fromEntries(
+      Object.entries(headers).map(([key, value]) => [key.toLowerCase(), safeText(value, 1_000)]),
+    ),
     // JSON goes as it came: Postgres reads it, and rounds no number.
     payload: form ? JSON.parse(storableJson(JSON.stringify(payload))) : null,
     context,
@@ -237,7 +239,9 @@ export async function receiveWebhook<Schema extends z.ZodType>(
     throw new JobError("invalid_payload", `${where}: ${describeIssue(parsed.error.issues[0])}`);
   }
   assertJson(payload, where);
-  const text = source.format === "text" && typeof payload === "string" ? payload : JSON.stringify(payload);
+  const isText = source.format === "text" && typeof payload === "string";
+  const text: string | undefined = isText ? payload : JSON.stringify(payload);
+  if (text === undefined) throw new JobError("invalid_payload", `${where} has no JSON`);
   return await storeWebhook(source, new TextEncoder().encode(text), payload, facts);
 }
 
