@@ -5,6 +5,7 @@ import {
   defineWebhookSource,
   readPayload,
   receiveWebhook,
+  withWebhooks,
 } from "../../supabase/functions/_webhooks/sources.ts";
 import type { Verifier } from "../../supabase/functions/_webhooks/verifier.ts";
 import { github } from "../../supabase/functions/_webhooks/github.ts";
@@ -658,6 +659,17 @@ Deno.test("a source can be declared with each verifier, and keeps none of the he
     assert(!headers.includes(header), name);
     assert(verifier.secretHeaders.map((secret) => secret.toLowerCase()).includes(header), name);
   }
+});
+
+Deno.test("two sources with one name, or a source and a kind, are refused when the app is loaded", () => {
+  const source = defineWebhookSource("one", { verify: null, handler: () => {} });
+  const { kinds, handlers } = withWebhooks({ kinds: {}, handlers: {} }, [source]);
+  assert.deepEqual([Object.keys(kinds), Object.keys(handlers)], [["webhook_one"], ["webhook_one"]]);
+  assert.throws(
+    () => withWebhooks({ kinds: {}, handlers: {} }, [source, source]),
+    /webhook_one, which is taken/,
+  );
+  assert.throws(() => withWebhooks({ kinds, handlers }, [source]), /webhook_one, which is taken/);
 });
 
 Deno.test("a payload without JSON is no message", async () => {

@@ -4,9 +4,11 @@ import "../_app/webhooks.ts";
 import { retirement, shutdown, surviveUncaughtErrors } from "../_shared/edge_runtime.ts";
 import { errorText } from "../_shared/errors.ts";
 import { problem, readJson, refuseOtherMethods, refuseWithoutCronSecret } from "../_shared/http.ts";
-import { rescueExpiredJobs, workJobs } from "../_shared/jobs.ts";
+import { loadApp, rescueExpiredJobs, workJobs } from "../_shared/jobs.ts";
 import { log } from "../_shared/log.ts";
 
+// Two kinds of one name show now, too: no job would run, of any kind.
+await loadApp();
 surviveUncaughtErrors();
 
 /** For any outside scheduler: rescues what expired and runs what is ready, then says what it did. */

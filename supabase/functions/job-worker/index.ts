@@ -13,7 +13,7 @@ import {
   refuseOtherMethods,
   refuseWithoutCronSecret,
 } from "../_shared/http.ts";
-import { wakeJobWorker, workJobs } from "../_shared/jobs.ts";
+import { loadApp, wakeJobWorker, workJobs } from "../_shared/jobs.ts";
 import { log } from "../_shared/log.ts";
 
 const requestBody = z.strictObject({
@@ -23,6 +23,8 @@ const requestBody = z.strictObject({
   wait: z.boolean().default(false),
 });
 
+// Two kinds of one name show now, too: no job would run, of any kind.
+await loadApp();
 surviveUncaughtErrors();
 
 Deno.serve(async (request) => {
