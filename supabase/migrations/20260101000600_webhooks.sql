@@ -219,6 +219,8 @@ begin
       hint = 'Give one of them; what has ended is deleted by itself, see keep_succeeded in job_kinds.';
   elsif older_than is null or older_than < interval '0' then
     raise exception 'purge_webhooks: older_than % is no time', coalesce(older_than::text, 'null') using errcode = '22023';
+  elsif (max_rows > 0) is not true then
+    raise exception 'purge_webhooks: max_rows % is not above 0', coalesce(max_rows::text, 'null') using errcode = '22023';
   end if;
   delete from public.jobs d
   where d.id = any (array(
@@ -226,8 +228,8 @@ begin
       select w.id from public.webhook_inbox w
       where w.source = s.name and (coalesce(tenant, '') = '' or w.tenant = tenant)
         and w.received_at <= clock_timestamp() - least(older_than, interval '1000 years')
-      order by w.id limit greatest(max_rows, 0)
-    ) m limit greatest(max_rows, 0)
+      order by w.id limit max_rows
+    ) m limit max_rows
   ));
   get diagnostics deleted = row_count;
   return deleted;

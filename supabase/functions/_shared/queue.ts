@@ -243,13 +243,14 @@ export async function readWebhook(id: string): Promise<z.output<typeof storedWeb
   return storedWebhooks.parse(await callDatabase("read_webhook", { id }))[0];
 }
 
+const status = z.enum(["pending", "running", "succeeded", "dead", "cancelled"]);
 const listedWebhooks = rowsOf({
   id: z.string(),
   source: z.string(),
   tenant: z.string().nullable(),
   messageId: z.string(),
   type: z.string().nullable(),
-  status: z.enum(["pending", "running", "succeeded", "dead", "cancelled"]),
+  status,
   attempts: z.number(),
   lastError: z.string().nullable(),
   otherBodies: z.number(),
@@ -259,7 +260,13 @@ const listedWebhooks = rowsOf({
 
 /** Webhook messages, the newest first: at most `maxRows` (50), and after the message `before` of the last page. */
 export async function listWebhooks(
-  options: { source?: string; tenant?: string; status?: string; maxRows?: number; before?: string } = {},
+  options: {
+    source?: string;
+    tenant?: string;
+    status?: z.output<typeof status>;
+    maxRows?: number;
+    before?: string;
+  } = {},
 ): Promise<z.output<typeof listedWebhooks>> {
   return listedWebhooks.parse(await callDatabase("list_webhooks", options));
 }

@@ -363,7 +363,7 @@ async function declare(kinds: KindDeclarations): Promise<Map<string, number>> {
       const each = await Promise.all(entries.map(([kind, declaration]) => declare({ [kind]: declaration })));
       return new Map(each.flatMap((declared) => [...declared]));
     }
-    const todo = "Correct what _app/kinds.ts declares for it: its jobs wait.";
+    const todo = "Correct what _app declares for it: its jobs wait.";
     log("error", "kind_not_declared", { kind, error: errorText(error), todo }, error);
     return new Map([[kind, Infinity]]);
   }

@@ -242,6 +242,9 @@ export async function receiveWebhook<Schema extends z.ZodType>(
   const isText = source.format === "text" && typeof payload === "string";
   const text: string | undefined = isText ? payload : JSON.stringify(payload);
   if (text === undefined) throw new JobError("invalid_payload", `${where} has no JSON`);
+  if (source.format === "form" && !beginsAsJson(text)) {
+    throw new JobError("invalid_payload", `${where} is no object, as a form is`);
+  }
   return await storeWebhook(source, new TextEncoder().encode(text), payload, facts);
 }
 

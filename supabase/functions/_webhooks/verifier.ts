@@ -17,7 +17,7 @@ export interface ReceivedRequest extends SignedRequest {
 export type Reader = (request: ReceivedRequest) => string | null | undefined;
 
 /**
- * How a body is read: JSON, and nothing else is taken (`json`); a form, or JSON where it begins with a brace or a bracket
+ * How a body is read: JSON, and nothing else is taken (`json`); a form, or JSON where it begins with a brace
  * (`form`); as text, whatever it is (`text`).
  */
 export type WebhookFormat = "json" | "form" | "text";
@@ -51,7 +51,7 @@ export const isJson = (contentType: string | null) =>
   /^application\/(json|[\w.-]+\+json) *(;|$)/i.test(contentType ?? "");
 
 /** Whether a body that may be JSON or a form is JSON: by how it begins, since nobody signs a Content-Type. */
-export const beginsAsJson = (text: string) => /^\s*[{[]/.test(text);
+export const beginsAsJson = (text: string) => /^\s*\{/.test(text);
 
 /** The values of each name, in the order they came. In one pass: a body of 1 MiB may hold half a million fields. */
 export function valuesByName(entries: Iterable<[string, string]>): Map<string, string[]> {
