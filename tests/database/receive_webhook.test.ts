@@ -23,6 +23,7 @@ interface Given {
   tenant?: string | null;
   headers?: postgres.JSONValue;
   payload?: postgres.JSONValue;
+  concurrency_key?: string;
   context?: postgres.JSONValue;
 }
 
@@ -35,10 +36,10 @@ interface Received {
 async function receive(given: Given = {}, sql = db.sql): Promise<Received> {
   const { source = "billing", body = "{}", message_id = "m", type = null, tenant = null } = given;
   const json = (value?: postgres.JSONValue) => value === undefined ? null : sql.json(value);
-  const { headers = {}, payload, context } = given;
+  const { headers = {}, payload, concurrency_key = null, context } = given;
   const rows = await sql<Received[]>`
     select * from receive_webhook(${source}, ${Buffer.from(body)}::bytea, ${message_id}, ${type}, ${tenant},
-      ${sql.json(headers)}, ${json(payload)}, ${json(context)})`;
+      ${sql.json(headers)}, ${json(payload)}, ${concurrency_key}, ${json(context)})`;
   return only(rows);
 }
 
@@ -59,7 +60,12 @@ Deno.test("a message is stored with all that is known of it, and its job waits u
   await setUpDispatch(db);
   await emptyNetQueue(db.sql);
   const facts = { type: "invoice.paid", tenant: "acme", headers: { "content-type": "application/json" } };
-  const { id, created } = await receive({ ...facts, body: '{"a": 1}', context: { user_id: "u" } });
+  const { id, created } = await receive({
+    ...facts,
+    body: '{"a": 1}',
+    concurrency_key: "customer 7",
+    context: { user_id: "u" },
+  });
   assert.equal(created, true);
   const { received_at, json: _, body, ...row } = await stored(id);
   assert.deepEqual(
@@ -76,9 +82,13 @@ Deno.test("a message is stored with all that is known of it, and its job waits u
   );
   assert.ok(Math.abs(Date.now() - received_at) < 60_000);
   const job = only(await db.sql`select * from claim_jobs('w')`);
-  assert.deepEqual([job.id, job.kind, job.payload, job.context], [id, "webhook_billing", {}, {
-    user_id: "u",
-  }]);
+  assert.deepEqual([job.id, job.kind, job.payload, job.concurrency_key, job.context], [
+    id,
+    "webhook_billing",
+    {},
+    "customer 7",
+    { user_id: "u" },
+  ]);
   assert.equal(await queuedPokes(db.sql), 1);
   const read = only(await db.sql`select * from read_webhook(${id})`);
   assert.deepEqual({ ...read }, { message_id: "m", ...facts, body: body.toString("base64"), received_at });
@@ -325,6 +335,7 @@ Deno.test("what cannot be is refused by name, and nothing of it is stored", asyn
     ["'a', '', tenant => ''", /tenant does not have 1 to 512 bytes/],
     [`'a', '', tenant => '${long}'`, /tenant does not have 1 to 512 bytes/],
     [`'a', '', type => '${long}'`, /type has more than 512 bytes/],
+    ["'a', '', concurrency_key => ''", /concurrency_key does not have 1 to 512 characters/],
     ["'a', '', headers => null", /headers is not an object of texts/],
     ...["[]", '"a"', "null", '{"a": 1}', '{"a": null}', '{"a": ["x"]}', '{"a": []}', '{"a": "x", "b": {}}']
       .map((

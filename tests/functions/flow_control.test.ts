@@ -160,5 +160,5 @@ Deno.test("a kind whose declared limit cannot be is named, and waits; the others
   const [row] = await other.sql`select status, attempts from jobs where kind = 'echo'`;
   assert.deepEqual({ ...row }, { status: "pending", attempts: 0 });
   const line = other.lines.find((line) => line.includes("kind_not_declared"));
-  assert.match(line ?? "", /"kind":"echo".*2\.5.*_app\/kinds\.ts/);
+  assert.match(line ?? "", /"kind":"echo".*2\.5.*what _app declares/);
 });

@@ -29,11 +29,13 @@ const planted = {
   WRONG_KEY: "sb_secret_planted6_of_another_project",
   WRONG_VAULT_SECRET: "planted7-a-secret-that-only-vault-has-got-00",
   SHORT_CRON_SECRET: "planted8-too-short",
+  WEBHOOK_SECRET: "planted0-secret-of-a-webhook-source",
 };
 /** In payloads and contexts. */
 const marker = "planted9";
 
 const variables: Record<string, string> = {
+  TEST_WEBHOOK_SECRET: planted.WEBHOOK_SECRET,
   CRON_SECRET: `${cronSecret}, ${planted.OLD_CRON_SECRET}`,
   RESEND_API_KEY: planted.RESEND_API_KEY,
   FOO_TOKEN: planted.FOO_TOKEN,
@@ -83,6 +85,7 @@ Deno.test.beforeAll(async () => {
       const names = ["kinds", "handlers"];
       for (const name of names) await Deno.rename(join(app, `${name}.ts`), join(app, `test_${name}.ts`));
       await copyTree(shipped, app);
+      await Deno.copyFile(join(projectDir, "tests/app/webhooks.ts"), join(app, "webhooks.ts"));
       for (const name of names) {
         await Deno.rename(join(app, `${name}.ts`), join(app, `shipped_${name}.ts`));
         await Deno.writeTextFile(
@@ -302,6 +305,32 @@ Deno.test("mails cannot be sent", async () => {
   }
 });
 
+Deno.test("webhooks are refused, cannot be read, and fail", async () => {
+  const send = async (source: string, secret: string, body: string, type = "application/json") => {
+    const headers = { "X-Test-Secret": secret, "Content-Type": type, "X-Kept": planted.WEBHOOK_SECRET };
+    return await ask(`/functions/v1/webhook-inbox/${source}`, { headers, body });
+  };
+  const secret = planted.WEBHOOK_SECRET;
+  const said = JSON.stringify({ id: 7, text: marker });
+  for (
+    const [status, source, given, body, type] of [
+      [401, "orders", planted.WRONG_KEY, said],
+      [401, "slack", secret, said],
+      [415, "orders", secret, said, "text/plain"],
+      [413, "texts", secret, marker.repeat(200)],
+      [400, "orders", secret, `{"${marker}": ${marker}`],
+      [400, "odd", secret, said],
+      [500, "stripe", secret, said],
+    ] as const
+  ) assert.equal(await send(source, given, body, type), status);
+  assert.equal(await send("orders", secret, JSON.stringify({ text: marker, fail: "permanent" })), 202);
+  await stack.sql`select receive_webhook('trusted', ${`{"amount": "${marker}"}`}::text::bytea)`;
+  await run();
+  const [row] = await stack.sql`
+    select count(*)::int as ended from jobs where kind like 'webhook_%' and finished_at is not null`;
+  assert.equal(row?.ended, 2);
+});
+
 Deno.test("a poke is refused, since Vault holds another secret than the function", async () => {
   const { sql } = stack;
   await setVaultSecrets(stack.db.url("postgres"), {
@@ -326,9 +355,9 @@ Deno.test("nothing of what was planted is in any log, answer, table or Sentry ev
   const withoutPayloads: string[] = [];
   for (const { schema, name } of tables) {
     const found = await sql`
-      select t::text as row, (to_jsonb(t) - 'payload' - 'context')::text as rest from ${sql(schema)}.${
-      sql(name)
-    } t`;
+      select t::text as row, (to_jsonb(t) - array['payload', 'context', 'body'])::text as rest from ${
+      sql(schema)
+    }.${sql(name)} t`;
     rows.push(...found.map(({ row }) => `${schema}.${name}: ${row}`));
     withoutPayloads.push(...found.map(({ rest }) => rest));
   }
