@@ -241,7 +241,7 @@ Deno.test("a secret that ends in v1 is one of several like any other", async () 
 });
 
 Deno.test("a secret that is unset or too short is 500, whoever asks, and the log says which and what to do", async () => {
-  const short = ["", " ", "\n", ",", "fifteen-letters", `${secret}, short`, "v1,whsec_fifteen-letters"];
+  const short = [" \n,", `${secret}, fifteen-letters`, "v1,whsec_fifteen-letters"];
   for (const value of [undefined, ...short]) {
     const env: Record<string, string> = value === undefined ? {} : { TEST_WEBHOOK_SECRET: value };
     await using inbox = await startFunction("webhook-inbox", env);
