@@ -4,13 +4,15 @@ import { surviveUncaughtErrors } from "../_shared/edge_runtime.ts";
 import { errorText } from "../_shared/errors.ts";
 import { notConfigured, problem, readBody, refuseOtherMethods } from "../_shared/http.ts";
 import { log } from "../_shared/log.ts";
+import { passes } from "../_shared/worker.ts";
 import { readPayload, storeWebhook, type WebhookFacts, type WebhookSource } from "../_webhooks/sources.ts";
 import { isJson, type ReceivedRequest, type Verifier } from "../_webhooks/verifier.ts";
-import { passes } from "../_shared/worker.ts";
 
 /** Senders wait for three seconds (Slack) or more: what takes longer is answered as failed, and they send again. */
 const STORE_MS = 2_000;
 const MIN_SECRET_LENGTH = 16;
+/** A comma, but for that in "v1,whsec_…", as Supabase Auth writes a secret. */
+const BETWEEN_SECRETS = /(?<!(?:^|[,|\s])v1a?),/;
 
 const sources = new Map<string, WebhookSource>(
   webhooks.map((source: WebhookSource) => [source.name, source]),
@@ -125,12 +127,8 @@ const unauthorized = () =>
 
 /** The secrets in a variable; null, with a line in the log, when they cannot be used. */
 function readSecrets(source: WebhookSource, variable: string, verify?: Verifier): string[] | null {
-  // In "v1,whsec_…", as Supabase Auth has it, the comma is part of the secret.
-  const secrets = (Deno.env.get(variable) ?? "").split(/(?<!(?:^|[,|\s])v1a?),/).map((secret) =>
-    secret.trim()
-  ).filter(
-    Boolean,
-  );
+  const text = Deno.env.get(variable) ?? "";
+  const secrets = text.split(BETWEEN_SECRETS).map((secret) => secret.trim()).filter(Boolean);
   const wrong = secrets.length === 0
     ? "is unset"
     : secrets.some((secret) => secret.replace(/^(v1a?,)?(whsec_|whpk_)?/, "").length < MIN_SECRET_LENGTH)
@@ -138,9 +136,8 @@ function readSecrets(source: WebhookSource, variable: string, verify?: Verifier)
     : secrets.map((secret) => verify?.checkSecret?.(secret)).find(Boolean);
   if (!wrong) return secrets;
   const todo =
-    `${variable} ${wrong}: set it with supabase secrets set (on your own machine in functions/.env), to the ` +
-    "secret that the sender signs with. " +
-    "Until then every message is refused.";
+    `${variable} ${wrong}: set it with supabase secrets set, or in functions/.env for npm start, to the ` +
+    "secret that the sender signs with. Until then every message is refused.";
   log("error", "webhook_secret_unusable", { source: source.name, todo });
   return null;
 }
