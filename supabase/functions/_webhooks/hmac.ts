@@ -16,7 +16,8 @@ export interface HmacOptions {
 
 /**
  * An HMAC of the body alone, in a header of its own, as many senders have it. There is no timestamp: a message that someone has
- * recorded can be sent again at any time, and is a duplicate as long as its id comes from the body. No other header is signed.
+ * recorded can be sent again at any time, and is a duplicate as long as its row is there and its id comes from the body. No other
+ * header is signed.
  * While a secret is being rotated the variable holds both. A message is known by the hash of its body unless the source says
  * otherwise.
  */

@@ -92,7 +92,7 @@ export function defineWebhookSource<const Name extends string, Schema extends z.
     header.toLowerCase()
   );
   const unkept = kept.find((header) => secret.includes(header) || SECRET_HEADER.test(header));
-  if (unkept) throw refuse(`the header ${unkept} holds a secret or a signature, which is not kept`);
+  if (unkept) throw refuse(`the header ${unkept} is a secret or a signature by its name, and none is kept`);
   return {
     name,
     kind: `webhook_${name}`,

@@ -55,9 +55,9 @@ export function twilio({ secret, url: known }: TwilioOptions): Verifier {
       if (bodyHash !== null && !isOneOf(bodyHash, [createHash("sha256").update(body).digest("hex")])) {
         return "its body is not that of its bodySHA256";
       }
+      // Looked at before it is read: to parse and sort them would cost a forger nothing, and this function its time.
+      if (bodyHash === null && hasMany(body)) return `it has more than ${MAX_FIELDS} fields`;
       const form = new URLSearchParams(bodyHash === null ? text : "");
-      // To sort them would cost a forger nothing, and this function its time.
-      if (form.size > MAX_FIELDS) return `it has more than ${MAX_FIELDS} fields`;
       const fields = sortedFields(form);
       const settings = headers.get("x-twilio-webhooks-signature-settings") ?? "";
       const algorithm = /(^|,) *algorithm *= *HMAC_SHA256 *(,|$)/i.test(settings) ? "SHA-256" : "SHA-1";
@@ -71,6 +71,13 @@ export function twilio({ secret, url: known }: TwilioOptions): Verifier {
       return why;
     },
   };
+}
+
+/** Whether a form has more fields than it may. */
+function hasMany(body: Uint8Array): boolean {
+  let fields = 1;
+  for (const byte of body) if (byte === 0x26 && ++fields > MAX_FIELDS) return true;
+  return false;
 }
 
 /** The fields of a form, names and values run together. A name that is there twice has each of its values once. */
