@@ -35,13 +35,13 @@ export async function hold(
   };
 }
 
-/** Waits until a call of this SQL function waits for a lock. */
-export const untilBlocked = ({ sql }: TestStack, name: string): Promise<boolean> =>
+/** Waits until so many calls of this SQL function wait for a lock. */
+export const untilBlocked = ({ sql }: TestStack, name: string, calls = 1): Promise<boolean> =>
   until(`${name} to wait for a lock`, async () => {
     const rows = await sql`
       select from pg_stat_activity
       where datname = current_database() and usename = 'authenticator' and wait_event_type = 'Lock' and query like ${`%${name}%`}`;
-    return rows.length > 0;
+    return rows.length >= calls;
   });
 
 /** The lease of a worker that is gone, as if its seconds were over. */

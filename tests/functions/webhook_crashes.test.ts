@@ -262,13 +262,7 @@ Deno.test("at SIGTERM webhook-inbox answers what it is receiving, and what comes
   const pid = stack.pid("webhook-inbox");
   const lock = await lockInbox();
   const sent = Array.from({ length: 5 }, (_, n) => send(bodyOf(`term ${n}`)));
-  await untilBlocked(stack, "receive_webhook");
-  await until("all five to wait", async () => {
-    const [row] = await stack.sql`
-      select count(*)::int as waiting from pg_stat_activity
-      where datname = current_database() and wait_event_type = 'Lock' and query like '%receive_webhook%'`;
-    return row?.waiting === 5;
-  });
+  await untilBlocked(stack, "receive_webhook", 5);
   Deno.kill(pid, "SIGTERM");
   const later = deliver("term 5");
   await lock.release();

@@ -155,8 +155,11 @@ export function storableJson(json: string): string {
   );
 }
 
-/** Throws JobError `invalid_payload` for what JSON or jsonb cannot hold: it would look like a lost connection, or name no entry. */
-export function assertJson(value: unknown, what: string): void {
+/**
+ * A value's JSON; undefined where it has none to write. Throws JobError `invalid_payload` for what JSON or jsonb cannot hold: it
+ * would look like a lost connection, or name no entry.
+ */
+export function assertJson(value: unknown, what: string): string | undefined {
   let json: string | undefined;
   try {
     json = JSON.stringify(value);
@@ -169,6 +172,7 @@ export function assertJson(value: unknown, what: string): void {
       `${what} has U+0000 or half a surrogate pair, which jsonb cannot hold`,
     );
   }
+  return json;
 }
 
 /** The end of an attempt whose result is the trouble. */

@@ -1,5 +1,5 @@
-import { createHash, timingSafeEqual } from "node:crypto";
 import { log } from "./log.ts";
+import { isOneOf } from "./secrets.ts";
 
 const MAX_BODY_BYTES = 64 * 1024;
 /** Longer than senders wait for an answer. */
@@ -19,7 +19,7 @@ export function problem(status: number, title: string, detail: string, headers: 
 /**
  * Whether the request carries CRON_SECRET as its bearer; null when it does, else the answer to give: 401, or 500 when the
  * secret is unset or shorter than 32 characters. CRON_SECRET may hold two secrets, separated by a comma, while one is
- * being rotated. Compares digests, in constant time.
+ * being rotated.
  */
 export function refuseWithoutCronSecret(request: Request): Response | null {
   const setting = Deno.env.get("CRON_SECRET") ?? "";
@@ -33,9 +33,7 @@ export function refuseWithoutCronSecret(request: Request): Response | null {
     return notConfigured();
   }
   const given = /^Bearer ([^\s]+)$/i.exec(request.headers.get("Authorization") ?? "")?.[1] ?? "";
-  const digest = sha256(given);
-  const matches = secrets.map((secret) => timingSafeEqual(digest, sha256(secret)));
-  return matches.includes(true)
+  return isOneOf(given, secrets)
     ? null
     : problem(401, "Unauthorized", "Send CRON_SECRET as the bearer.", { "WWW-Authenticate": "Bearer" });
 }
@@ -67,7 +65,8 @@ export async function readJson(request: Request): Promise<{ body: unknown } | { 
 
 /**
  * The bytes of a request's body; or the answer to give: 413 when there are more than `maxBytes`, by Content-Length or, where
- * that is missing or untrue, before more than these are read, or when it comes in more than 10,000 pieces; 408 when it comes for more than 10 s; 400 when it breaks off.
+ * that is missing or untrue, before more than these are read, or when it comes in more than 10,000 pieces; 408 when it comes
+ * for more than 10 s; 400 when it breaks off.
  */
 export async function readBody(
   request: Request,
@@ -109,5 +108,3 @@ export async function readBody(
     reader?.cancel().catch(() => {});
   }
 }
-
-const sha256 = (text: string) => createHash("sha256").update(text).digest();

@@ -122,8 +122,12 @@ export async function wakeJobWorker(options: WorkOptions = {}): Promise<WorkRepo
   return await wakeWorker(await loadApp(), options);
 }
 
-/** Handlers are loaded here and not above, so that a function that only enqueues does not load them. */
-export async function loadApp(): Promise<App> {
+let app: Promise<App> | undefined;
+
+/** The app, put together at the first call. Handlers are not loaded above, so that a function that only enqueues does not load them. */
+export const loadApp = (): Promise<App> => app ??= composeApp();
+
+async function composeApp(): Promise<App> {
   const [{ handlers }, { webhooks }] = await Promise.all([
     import("../_app/handlers.ts"),
     import("../_app/webhooks.ts"),

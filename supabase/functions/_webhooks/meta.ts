@@ -1,6 +1,7 @@
+import { isOneOf } from "../_shared/secrets.ts";
 import type { Verifier } from "./verifier.ts";
 import { hmac } from "./hmac.ts";
-import { echo, fromPayload, isOneOf } from "./signatures.ts";
+import { echo, fromPayload } from "./signatures.ts";
 
 /**
  * Meta (Facebook, Instagram, WhatsApp): X-Hub-Signature-256 holds `sha256=` and an HMAC-SHA256 of the body in hex, made with the

@@ -1,5 +1,5 @@
+import { isOneOf } from "../_shared/secrets.ts";
 import type { Verifier } from "./verifier.ts";
-import { isOneOf } from "./signatures.ts";
 
 export interface SharedHeaderOptions {
   /** The environment variable that holds the secret. */

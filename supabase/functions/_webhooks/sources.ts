@@ -238,10 +238,9 @@ export async function receiveWebhook<Schema extends z.ZodType>(
   if (!parsed.success) {
     throw new JobError("invalid_payload", `${where}: ${describeIssue(parsed.error.issues[0])}`);
   }
-  assertJson(payload, where);
-  const isText = source.format === "text" && typeof payload === "string";
-  const text: string | undefined = isText ? payload : JSON.stringify(payload);
-  if (text === undefined) throw new JobError("invalid_payload", `${where} has no JSON`);
+  const json = assertJson(payload, where);
+  if (json === undefined) throw new JobError("invalid_payload", `${where} has no JSON`);
+  const text = source.format === "text" && typeof payload === "string" ? payload : json;
   if (source.format === "form" && !beginsAsJson(text)) {
     throw new JobError("invalid_payload", `${where} is no object, as a form is`);
   }

@@ -1,17 +1,9 @@
 import { Buffer } from "node:buffer";
 import { createHash } from "node:crypto";
 import { parse, stringify } from "node:querystring";
-import { beginsAsJson, type Verifier } from "./verifier.ts";
-import {
-  fromBase64,
-  fromHeader,
-  isOneOf,
-  joined,
-  oneHeader,
-  textAt,
-  textKeys,
-  verifyHmac,
-} from "./signatures.ts";
+import { isOneOf } from "../_shared/secrets.ts";
+import { beginsAsJson, valuesByName, type Verifier } from "./verifier.ts";
+import { fromBase64, fromHeader, joined, oneHeader, textAt, textKeys, verifyHmac } from "./signatures.ts";
 
 /** Twilio's forms have a few dozen. */
 const MAX_FIELDS = 1_000;
@@ -50,15 +42,16 @@ export function twilio({ secret, url: known }: TwilioOptions): Verifier {
       const signature = oneHeader(headers, "x-twilio-signature");
       if (signature === null) return "its x-twilio-signature is missing, or there twice";
       const bodyHash = url.searchParams.get("bodySHA256");
-      const text = Buffer.from(body).toString();
-      if (bodyHash === null && beginsAsJson(text)) return "it is JSON without bodySHA256";
-      if (bodyHash !== null && !isOneOf(bodyHash, [createHash("sha256").update(body).digest("hex")])) {
+      let fields = "";
+      if (bodyHash === null) {
+        const text = Buffer.from(body).toString();
+        if (beginsAsJson(text)) return "it is JSON without bodySHA256";
+        // Looked at before it is read: to parse and sort them would cost a forger nothing, and this function its time.
+        if (hasMany(body)) return `it has more than ${MAX_FIELDS} fields`;
+        fields = sortedFields(text);
+      } else if (!isOneOf(bodyHash, [createHash("sha256").update(body).digest("hex")])) {
         return "its body is not that of its bodySHA256";
       }
-      // Looked at before it is read: to parse and sort them would cost a forger nothing, and this function its time.
-      if (bodyHash === null && hasMany(body)) return `it has more than ${MAX_FIELDS} fields`;
-      const form = new URLSearchParams(bodyHash === null ? text : "");
-      const fields = sortedFields(form);
       const settings = headers.get("x-twilio-webhooks-signature-settings") ?? "";
       const algorithm = /(^|,) *algorithm *= *HMAC_SHA256 *(,|$)/i.test(settings) ? "SHA-256" : "SHA-1";
       let why: string | null = null;
@@ -81,10 +74,11 @@ function hasMany(body: Uint8Array): boolean {
 }
 
 /** The fields of a form, names and values run together. A name that is there twice has each of its values once. */
-function sortedFields(form: URLSearchParams): string {
+function sortedFields(form: string): string {
+  const fields = valuesByName(new URLSearchParams(form));
   // By UTF-16, as Twilio's library sorts.
-  return [...new Set(form.keys())].sort().map((name) =>
-    [...new Set(form.getAll(name))].sort().map((value) => name + value).join("")
+  return [...fields.keys()].sort().map((name) =>
+    [...new Set(fields.get(name))].sort().map((value) => name + value).join("")
   ).join("");
 }
 
