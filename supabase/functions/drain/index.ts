@@ -1,4 +1,4 @@
-// What does not load shows when the function starts, not when a job comes.
+// loadApp() loads them; named here, whatever bundles this function takes them along.
 import "../_app/handlers.ts";
 import "../_app/webhooks.ts";
 import { retirement, shutdown, surviveUncaughtErrors } from "../_shared/edge_runtime.ts";
@@ -7,7 +7,7 @@ import { problem, readJson, refuseOtherMethods, refuseWithoutCronSecret } from "
 import { loadApp, rescueExpiredJobs, workJobs } from "../_shared/jobs.ts";
 import { log } from "../_shared/log.ts";
 
-// Two kinds of one name show now, too: no job would run, of any kind.
+// What does not load, or go together, shows when the function starts, not when a job comes.
 await loadApp();
 surviveUncaughtErrors();
 

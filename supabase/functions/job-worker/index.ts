@@ -1,5 +1,5 @@
 import { z } from "zod";
-// What does not load shows when the function starts, not when a job comes.
+// loadApp() loads them; named here, whatever bundles this function takes them along.
 import "../_app/handlers.ts";
 import "../_app/webhooks.ts";
 import { describeIssue } from "../_shared/attempt.ts";
@@ -23,7 +23,7 @@ const requestBody = z.strictObject({
   wait: z.boolean().default(false),
 });
 
-// Two kinds of one name show now, too: no job would run, of any kind.
+// What does not load, or go together, shows when the function starts, not when a job comes.
 await loadApp();
 surviveUncaughtErrors();
 
