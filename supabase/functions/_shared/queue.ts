@@ -8,6 +8,10 @@ import type { KindDeclarations } from "./kinds.ts";
 const rowsOf = <Shape extends z.ZodRawShape>(shape: Shape) =>
   z.array(z.record(z.string(), z.unknown()).transform(inCamelCase).pipe(z.object(shape)));
 
+/** Calls a SQL function and reads its answer. */
+const call = async <Answer>(answer: z.ZodType<Answer>, name: string, args: Record<string, unknown>) =>
+  answer.parse(await callDatabase(name, args));
+
 const ids = z.array(z.string());
 const claimedJobs = rowsOf({
   id: z.string(),
@@ -50,15 +54,12 @@ export async function claimJobs(
 }
 
 /** Completes jobs, storing their results; gives back the ids that were still held. Safe to repeat. */
-export async function completeJobs(completions: (Lease & { result?: unknown })[]): Promise<string[]> {
-  return ids.parse(await callDatabase("complete_jobs", { completions: completions.map(inSnakeCase) }));
-}
+export const completeJobs = (completions: (Lease & { result?: unknown })[]): Promise<string[]> =>
+  call(ids, "complete_jobs", { completions: completions.map(inSnakeCase) });
 
 /** Completes one job; false when it was not held. */
-export async function completeJob(id: string, leaseToken: number, result?: unknown): Promise<boolean> {
-  const answer = await callDatabase("complete_job", { id, leaseToken, result: result ?? null });
-  return z.boolean().parse(answer);
-}
+export const completeJob = (id: string, leaseToken: number, result?: unknown): Promise<boolean> =>
+  call(z.boolean(), "complete_job", { id, leaseToken, result: result ?? null });
 
 export interface Failure extends Lease {
   error: string;
@@ -76,10 +77,10 @@ const failedJobs = rowsOf({
 type FailedJob = z.output<typeof failedJobs>[number];
 
 /** Ends attempts as failed; gives back what became of the jobs that were still held. */
-export async function failJobs(failures: Failure[]): Promise<FailedJob[]> {
-  const given = failures.map(({ retryIn, ...rest }) => inSnakeCase({ ...rest, retryIn: interval(retryIn) }));
-  return failedJobs.parse(await callDatabase("fail_jobs", { failures: given }));
-}
+export const failJobs = (failures: Failure[]): Promise<FailedJob[]> =>
+  call(failedJobs, "fail_jobs", {
+    failures: failures.map(({ retryIn, ...rest }) => inSnakeCase({ ...rest, retryIn: interval(retryIn) })),
+  });
 
 /** Ends one attempt as failed: what then became of the job, null when it was not held. */
 export async function failJob(
@@ -93,41 +94,32 @@ export async function failJob(
 }
 
 /** Gives jobs back without counting the attempt, to be claimed after `delay` seconds; the ids that were still held. */
-export async function releaseJobs(releases: (Lease & { delay?: number })[]): Promise<string[]> {
-  const given = releases.map(({ delay, ...lease }) => inSnakeCase({ ...lease, delay: interval(delay) }));
-  return ids.parse(await callDatabase("release_jobs", { releases: given }));
-}
+export const releaseJobs = (releases: (Lease & { delay?: number })[]): Promise<string[]> =>
+  call(ids, "release_jobs", {
+    releases: releases.map(({ delay, ...lease }) => inSnakeCase({ ...lease, delay: interval(delay) })),
+  });
 
 /** Extends leases to `leaseSeconds` (60) from now; the ids that are still held. A missing one is lost. */
 export async function extendJobs(leases: Lease[], leaseSeconds = 60): Promise<string[]> {
   const given = leases.map(({ id, leaseToken }) => inSnakeCase({ id, leaseToken }));
-  const rows = await callDatabase("extend_jobs", { leases: given, leaseSeconds });
-  return rowsOf({ id: z.string() }).parse(rows).map(({ id }) => id);
+  const rows = await call(rowsOf({ id: z.string() }), "extend_jobs", { leases: given, leaseSeconds });
+  return rows.map(({ id }) => id);
 }
 
 /** Merges fields into the progress of a job, and those of `steps` into its steps; false when it was not held. Safe to repeat. */
-export async function checkpointJob(
-  id: string,
-  leaseToken: number,
-  fields: Record<string, unknown>,
-): Promise<boolean> {
-  return z.boolean().parse(await callDatabase("checkpoint_job", { id, leaseToken, fields }));
-}
+export const checkpointJob = (id: string, leaseToken: number, fields: Record<string, unknown>) =>
+  call(z.boolean(), "checkpoint_job", { id, leaseToken, fields });
 
 /** Ends the attempts whose lease has run out as failed; gives back how many. */
-export async function rescueExpiredJobs(maxJobs = 1000): Promise<number> {
-  return z.number().parse(await callDatabase("rescue_expired_jobs", { maxJobs }));
-}
+export const rescueExpiredJobs = (maxJobs = 1000): Promise<number> =>
+  call(z.number(), "rescue_expired_jobs", { maxJobs });
 
 /** Cancels jobs that wait or run; gives back their ids. A running one's handler is told by its signal. */
-export async function cancelJobs(jobs: string[]): Promise<string[]> {
-  return ids.parse(await callDatabase("cancel_jobs", { ids: jobs }));
-}
+export const cancelJobs = (jobs: string[]): Promise<string[]> => call(ids, "cancel_jobs", { ids: jobs });
 
 /** Sets when waiting jobs are due, a time that has passed meaning now; the ids of those that wait for it. */
-export async function rescheduleJobs(jobs: string[], availableAt: Date): Promise<string[]> {
-  return ids.parse(await callDatabase("reschedule_jobs", { ids: jobs, availableAt }));
-}
+export const rescheduleJobs = (jobs: string[], availableAt: Date): Promise<string[]> =>
+  call(ids, "reschedule_jobs", { ids: jobs, availableAt });
 
 const deadJobs = rowsOf({
   id: z.string(),
@@ -142,34 +134,27 @@ const deadJobs = rowsOf({
 });
 
 /** Dead jobs, the last to die first: of a kind or of all, at most `maxJobs` (50), and after the job `before` of the last page. */
-export async function listDeadJobs(
-  options: { kind?: string; maxJobs?: number; before?: string } = {},
-): Promise<z.output<typeof deadJobs>> {
-  return deadJobs.parse(await callDatabase("list_dead_jobs", options));
-}
+export const listDeadJobs = (options: { kind?: string; maxJobs?: number; before?: string } = {}) =>
+  call(deadJobs, "list_dead_jobs", options);
 
 /**
  * Puts dead jobs of a kind back, or dead and cancelled ones by their ids, with all their attempts; the ids of those that now
  * wait. Throws JobError 22023 when neither is given.
  */
-export async function retryJobs(
+export const retryJobs = (
   { ids: jobs, kind, maxJobs }: { ids?: string[]; kind?: string; maxJobs?: number },
-): Promise<string[]> {
+): Promise<string[]> =>
   // Null, where leaving it out would mean any job.
-  return ids.parse(await callDatabase("retry_jobs", { ids: jobs ?? null, kind: kind ?? null, maxJobs }));
-}
+  call(ids, "retry_jobs", { ids: jobs ?? null, kind: kind ?? null, maxJobs });
 
 /** Deletes what has ended and whose time is over, as the tick does; gives back how many. */
-export async function purgeJobs(maxJobs = 10_000): Promise<number> {
-  return z.number().parse(await callDatabase("purge_jobs", { maxJobs }));
-}
+export const purgeJobs = (maxJobs = 10_000): Promise<number> => call(z.number(), "purge_jobs", { maxJobs });
 
 const lostAttempts = rowsOf({ jobId: z.string(), kind: z.string(), attempt: z.number(), error: z.string() });
 
 /** Attempts that ended with their lease, each given to one caller: nobody has reported them yet. */
-export async function takeLostAttempts(maxAttempts = 100): Promise<z.output<typeof lostAttempts>> {
-  return lostAttempts.parse(await callDatabase("take_lost_attempts", { maxAttempts }));
-}
+export const takeLostAttempts = (maxAttempts = 100) =>
+  call(lostAttempts, "take_lost_attempts", { maxAttempts });
 
 const kindSettings = rowsOf({ kind: z.string(), timeoutMs: z.number() });
 
@@ -218,9 +203,7 @@ const kindStats = rowsOf({
 });
 
 /** What waits, runs and has ended, for each of these kinds or for all. Counts are exact to "10000", then "10000+". */
-export async function jobStats(kinds?: string[]): Promise<z.output<typeof kindStats>> {
-  return kindStats.parse(await callDatabase("job_stats", { kinds }));
-}
+export const jobStats = (kinds?: string[]) => call(kindStats, "job_stats", { kinds });
 
 /** As Postgres reads an interval. What is no number of seconds from 0 to ten years becomes the nearest that is. */
 function interval(value: number | undefined): string | undefined {
@@ -240,7 +223,7 @@ const storedWebhooks = rowsOf({
 
 /** The webhook message of a job, its body in base64; undefined when it has none. */
 export async function readWebhook(id: string): Promise<z.output<typeof storedWebhooks>[number] | undefined> {
-  return storedWebhooks.parse(await callDatabase("read_webhook", { id }))[0];
+  return (await call(storedWebhooks, "read_webhook", { id }))[0];
 }
 
 const status = z.enum(["pending", "running", "succeeded", "dead", "cancelled"]);
@@ -259,7 +242,7 @@ const listedWebhooks = rowsOf({
 });
 
 /** Webhook messages, the newest first: at most `maxRows` (50), and after the message `before` of the last page. */
-export async function listWebhooks(
+export const listWebhooks = (
   options: {
     source?: string;
     tenant?: string;
@@ -267,22 +250,14 @@ export async function listWebhooks(
     maxRows?: number;
     before?: string;
   } = {},
-): Promise<z.output<typeof listedWebhooks>> {
-  return listedWebhooks.parse(await callDatabase("list_webhooks", options));
-}
+) => call(listedWebhooks, "list_webhooks", options);
 
 /** Puts dead messages of a source back, or dead and cancelled ones by their ids; the ids of those that now wait. */
-export async function retryWebhooks(
+export const retryWebhooks = (
   options: { source?: string; tenant?: string; ids?: string[]; maxRows?: number },
-): Promise<string[]> {
-  return ids.parse(await callDatabase("retry_webhooks", options));
-}
+): Promise<string[]> => call(ids, "retry_webhooks", options);
 
 /** Deletes messages, and their jobs whatever they do, older than `olderThan` seconds (0); gives back how many: call it until 0. */
-export async function purgeWebhooks(
+export const purgeWebhooks = (
   { olderThan, ...options }: { source?: string; tenant?: string; olderThan?: number; maxRows?: number },
-): Promise<number> {
-  return z.number().parse(
-    await callDatabase("purge_webhooks", { ...options, olderThan: interval(olderThan) }),
-  );
-}
+): Promise<number> => call(z.number(), "purge_webhooks", { ...options, olderThan: interval(olderThan) });
