@@ -94,35 +94,26 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
       const error = `handler_timeout: the handler was still running after ${job.timeoutMs} ms`;
       return { failed: { error } };
     }
-    const [why] = thrown.length > 0 ? thrown : [error];
-    return snoozeOf(why) ?? { failed: failureOf(why), thrown: why };
+    return outcomeOf(thrown.length > 0 ? thrown[0] : error);
   } finally {
     cancelTimeout();
   }
 }
 
-/** When what was thrown is no failure: for how long the job waits. */
-function snoozeOf(error: unknown): Outcome | undefined {
+/** What a thrown value says of its attempt. Seconds that are no number, or negative, are not heard: the kind's backoff holds. */
+function outcomeOf(thrown: unknown): Outcome {
+  const failed: Omit<Failure, keyof Lease> = { error: errorText(thrown) };
   try {
     // Less than a second would have a handler that always snoozes take up a worker.
-    if (error instanceof SnoozeError) return { snoozed: Math.max(error.seconds, 1) };
-  } catch {
-    // A proxy can refuse even to say what it is.
-  }
-}
-
-/** What a thrown value says of its attempt. Seconds that are no number, or negative, are not heard: the kind's backoff holds. */
-function failureOf(error: unknown): Omit<Failure, keyof Lease> {
-  const failure = { error: errorText(error) };
-  try {
-    if (error instanceof PermanentError) return { ...failure, permanent: true };
+    if (thrown instanceof SnoozeError) return { snoozed: Math.max(thrown.seconds, 1) };
+    if (thrown instanceof PermanentError) failed.permanent = true;
     // What was recorded at enqueue is the same at the next attempt.
-    if (error instanceof JobError && error.code === "no_user") return { ...failure, permanent: true };
-    if (error instanceof RetryAfterError && error.seconds >= 0) return { ...failure, retryIn: error.seconds };
+    if (thrown instanceof JobError && thrown.code === "no_user") failed.permanent = true;
+    if (thrown instanceof RetryAfterError && thrown.seconds >= 0) failed.retryIn = thrown.seconds;
   } catch {
     // A proxy can refuse even to say what it is.
   }
-  return failure;
+  return { failed, thrown };
 }
 
 const MAX_ISSUE_LENGTH = 1_000;
