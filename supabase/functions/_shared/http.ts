@@ -90,12 +90,8 @@ export async function readBody(
     for (let read; reader && !(read = await reader.read()).done;) {
       const end = size + read.value.byteLength;
       if (end > maxBytes || ++chunks > MAX_CHUNKS) return tooLarge();
+      if (end > bytes.length) bytes = new Uint8Array(bytes.buffer.transfer(Math.min(maxBytes, 2 * end)));
       // Copied: a chunk of one byte keeps a buffer of 64 kB, and a sender can make a million of them.
-      if (end > bytes.length) {
-        const larger = new Uint8Array(Math.min(maxBytes, 2 * end));
-        larger.set(bytes);
-        bytes = larger;
-      }
       bytes.set(read.value, size);
       size = end;
     }
