@@ -31,12 +31,10 @@ addEventListener("drain", () => drain.abort());
  * and with it every job that runs there.
  */
 export function surviveUncaughtErrors(): void {
-  addEventListener("unhandledrejection", (event) => {
+  const survive = (event: Event, name: string, thrown: unknown) => {
     event.preventDefault();
-    log("error", "unhandled_rejection", { error: errorText(event.reason) }, event.reason);
-  });
-  addEventListener("error", (event) => {
-    event.preventDefault();
-    log("error", "uncaught_error", { error: errorText(event.error) }, event.error);
-  });
+    log("error", name, { error: errorText(thrown) }, thrown);
+  };
+  addEventListener("unhandledrejection", (event) => survive(event, "unhandled_rejection", event.reason));
+  addEventListener("error", (event) => survive(event, "uncaught_error", event.error));
 }

@@ -151,9 +151,7 @@ function failed(entry: Held, failure: Omit<Failure, keyof Lease>, thrown?: unkno
 }
 
 /** Somebody keeps a row locked: the call ran into a lock timeout or a statement timeout. */
-export function isBlocked(error: unknown): boolean {
-  return hasCode(error, /^(55P03|57014)$/);
-}
+export const isBlocked = (error: unknown) => hasCode(error, /^(55P03|57014)$/);
 
 /** Two halves of a list. */
 export function halves<T>(list: T[]): [T[], T[]] {
@@ -162,14 +160,11 @@ export function halves<T>(list: T[]): [T[], T[]] {
 }
 
 /** An error of class 22, 23 or 54, or a body that is too large for the API. */
-export function isAboutWhatWasSent(error: unknown): boolean {
-  return hasCode(error, /^(22|23|54|too_large)/);
-}
+export const isAboutWhatWasSent = (error: unknown) => hasCode(error, /^(22|23|54|too_large)/);
 
 /** What would come again: the above, and what triggers and checks of the app raise (09, 27, 44, P0 and codes of its own). */
-export function isRefused(error: unknown): boolean {
-  return isAboutWhatWasSent(error) || hasCode(error, /^(09|27|44|[I-WYZ][0-9A-Z])[0-9A-Z]{3}$/);
-}
+export const isRefused = (error: unknown) =>
+  isAboutWhatWasSent(error) || hasCode(error, /^(09|27|44|[I-WYZ][0-9A-Z])[0-9A-Z]{3}$/);
 
 const hasCode = (error: unknown, codes: RegExp) => error instanceof JobError && codes.test(error.code);
 
