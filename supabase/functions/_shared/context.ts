@@ -64,20 +64,15 @@ function ownSecret(kid: string | undefined): SigningKey | null {
  * about a token that none of them has signed.
  */
 async function isKnownToAuth(token: string): Promise<boolean> {
-  let timer: ReturnType<typeof setTimeout> | undefined;
-  const late = new Promise<never>((_, reject) => {
-    const error = new JobError("unreachable", `contextOf: Auth gave no answer within ${ANSWER_MS / 1000} s`);
-    timer = setTimeout(() => reject(error), ANSWER_MS);
-  });
+  const late = Promise.withResolvers<never>();
+  const tooLate = new JobError("unreachable", `contextOf: Auth gave no answer within ${ANSWER_MS / 1000} s`);
+  const timer = setTimeout(() => late.reject(tooLate), ANSWER_MS);
   try {
-    const { error } = await Promise.race([serviceClient().auth.getClaims(token), late]);
+    const { error } = await Promise.race([serviceClient().auth.getClaims(token), late.promise]);
     if (!error) return true;
     if ([400, 401, 403].includes(error.status ?? 0)) return false;
-    throw new JobError(
-      "unreachable",
-      `contextOf: Auth did not answer: ${error.message}`,
-      "Check SUPABASE_URL.",
-    );
+    const detail = `contextOf: Auth did not answer: ${error.message}`;
+    throw new JobError("unreachable", detail, "Check SUPABASE_URL.");
   } catch (error) {
     if (error instanceof JobError) throw error;
     // Its public key and its algorithm do not go together.
@@ -102,10 +97,8 @@ export function asUser(context: unknown): SupabaseClient {
   }
   const { user_id, claims } = recorded;
   if ((claims.sub ?? user_id) !== user_id || (claims.role ?? "authenticated") !== "authenticated") {
-    throw new JobError(
-      "no_user",
-      "asUser: the context's claims have another sub, or another role than authenticated",
-    );
+    const detail = "asUser: the context's claims have another sub, or another role than authenticated";
+    throw new JobError("no_user", detail);
   }
   const key = signingKey();
   let token = "";

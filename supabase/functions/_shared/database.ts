@@ -38,10 +38,8 @@ export async function callDatabase(
   if (transport) return await transport(name, inSnakeCase(args));
   const controller = new AbortController();
   const call = serviceClient().rpc(name, inSnakeCase(args)).abortSignal(controller.signal);
-  const cancelTimeout = after(
-    timeoutMs,
-    () => controller.abort(new Error(`no answer within ${timeoutMs / 1000} s`)),
-  );
+  const giveUp = () => controller.abort(new Error(`no answer within ${timeoutMs / 1000} s`));
+  const cancelTimeout = after(timeoutMs, giveUp);
   const { data, error, status } = await call;
   cancelTimeout();
   // JSON.stringify has a limit of its own, and nothing was sent.
@@ -113,11 +111,9 @@ export function apiKey(sort: keyof typeof KEY_VARIABLES): string {
   const key = keys.default ?? Object.values(keys)[0] ?? Deno.env.get(older);
   if (key) return key;
   const detail = `${name} holds no key, and the older ${older} is not set`;
-  throw new JobError(
-    "not_configured",
-    detail,
-    `Make a ${sort} key in the project's settings, under API keys; elsewhere than in a function set ${name}.`,
-  );
+  const hint =
+    `Make a ${sort} key in the project's settings, under API keys; elsewhere than in a function set ${name}.`;
+  throw new JobError("not_configured", detail, hint);
 }
 
 function parseKeys(name: string, text: string): Record<string, string> {

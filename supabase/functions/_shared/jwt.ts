@@ -80,12 +80,10 @@ export async function isSignedWith(key: SigningKey, token: string): Promise<bool
   );
 }
 
-const decoded = z.string().transform((text) => Buffer.from(text, "base64url").toString()).transform(
-  parseJson,
-);
+const decoded = part.transform((text) => Buffer.from(text, "base64url").toString()).transform(parseJson);
 const tokenParts = z.tuple([
-  part.pipe(decoded).pipe(z.object({ alg: z.string(), kid: z.string().optional() })),
-  part.pipe(decoded).pipe(z.record(z.string(), z.unknown())),
+  decoded.pipe(z.object({ alg: z.string(), kid: z.string().optional() })),
+  decoded.pipe(z.record(z.string(), z.unknown())),
   part,
 ]);
 
