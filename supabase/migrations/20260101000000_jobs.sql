@@ -172,6 +172,15 @@ alter table public.job_kinds enable row level security;
 revoke all on public.jobs, public.job_failures, public.job_kinds from public, anon, authenticated;
 grant select, insert, update, delete on public.jobs, public.job_failures, public.job_kinds to service_role;
 
+-- Raises 22023 saying that an argument is null or not within its bounds; `what`: the function and the argument.
+create function private.check_argument(what text, given int, lowest int, highest int) returns void
+language plpgsql immutable set search_path = pg_catalog, pg_temp as $$
+begin
+  if given between lowest and highest then return; end if;
+  raise exception '% % is not between % and %', what, coalesce(given::text, 'null'), lowest, highest
+    using errcode = '22023';
+end $$;
+
 -- Writes what the code declares about its kinds and gives back what holds for each: the operator's value where there is
 -- one, else the declared one, else the default. Called by a worker when it starts, with
 -- [{"kind": "send_email", "max_attempts": 8, "timeout_ms": 10000, "backoff_base": "30 s", …}].
@@ -241,5 +250,5 @@ begin
   select k.kind, coalesce(k.max_attempts, 5), coalesce(k.timeout_ms, 45000) from public.job_kinds k
   where k.kind in (select e ->> 'kind' from jsonb_array_elements(declarations) e);
 end $$;
-revoke all on function public.declare_job_kinds from public, anon, authenticated;
-grant execute on function public.declare_job_kinds to service_role;
+revoke all on function private.check_argument, public.declare_job_kinds from public, anon, authenticated;
+grant execute on function private.check_argument, public.declare_job_kinds to service_role;

@@ -575,14 +575,8 @@ begin
   if claim_jobs.worker is null or claim_jobs.worker = '' then
     raise exception 'claim_jobs: worker is empty' using errcode = '22023', hint = 'Give a name that tells this worker from others.';
   end if;
-  if claim_jobs.max_jobs is null or claim_jobs.max_jobs not between 1 and 1000 then
-    raise exception 'claim_jobs: max_jobs % is not between 1 and 1000', coalesce(claim_jobs.max_jobs::text, 'null')
-      using errcode = '22023';
-  end if;
-  if claim_jobs.lease_seconds is null or claim_jobs.lease_seconds not between 1 and 86400 then
-    raise exception 'claim_jobs: lease_seconds % is not between 1 and 86400', coalesce(claim_jobs.lease_seconds::text, 'null')
-      using errcode = '22023';
-  end if;
+  perform private.check_argument('claim_jobs: max_jobs', claim_jobs.max_jobs, 1, 1000);
+  perform private.check_argument('claim_jobs: lease_seconds', claim_jobs.lease_seconds, 1, 86400);
 
   if claim_jobs.awake_for is not null and not (select d.enabled from private.dispatch d) then
     delete from private.awake_workers w where w.worker = claim_jobs.worker;

@@ -53,10 +53,7 @@ set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set j
 declare
   died_before timestamptz := 'infinity';
 begin
-  if list_dead_jobs.max_jobs is null or list_dead_jobs.max_jobs not between 1 and 1000 then
-    raise exception 'list_dead_jobs: max_jobs % is not between 1 and 1000', coalesce(list_dead_jobs.max_jobs::text, 'null')
-      using errcode = '22023';
-  end if;
+  perform private.check_argument('list_dead_jobs: max_jobs', list_dead_jobs.max_jobs, 1, 1000);
   if list_dead_jobs.before is not null then
     died_before := (
       select case when j.status = 'dead' then j.finished_at else (
@@ -101,10 +98,7 @@ begin
     raise exception 'retry_jobs: what is given is null' using errcode = '22023',
       hint = 'Give ids, which may be {}, or a kind; call it without arguments for the dead jobs of all kinds.';
   end if;
-  if retry_jobs.max_jobs is null or retry_jobs.max_jobs not between 1 and 100000 then
-    raise exception 'retry_jobs: max_jobs % is not between 1 and 100000', coalesce(retry_jobs.max_jobs::text, 'null')
-      using errcode = '22023';
-  end if;
+  perform private.check_argument('retry_jobs: max_jobs', retry_jobs.max_jobs, 1, 100000);
   chosen := array(
     select j.id from public.jobs j
     where j.id = any (case when not any_job then retry_jobs.ids else array(

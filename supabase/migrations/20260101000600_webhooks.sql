@@ -153,10 +153,8 @@ declare
   sources constant text[] := private.webhook_sources(source);
   among_all constant boolean := status is null or status = 'succeeded' and tenant is not null;
 begin
-  if max_rows is null or max_rows not between 1 and 1000 then
-    raise exception 'list_webhooks: max_rows % is not between 1 and 1000', coalesce(max_rows::text, 'null')
-      using errcode = '22023';
-  elsif status not in ('pending', 'running', 'succeeded', 'dead', 'cancelled') then
+  perform private.check_argument('list_webhooks: max_rows', max_rows, 1, 1000);
+  if status not in ('pending', 'running', 'succeeded', 'dead', 'cancelled') then
     raise exception 'list_webhooks: status % is not pending, running, succeeded, dead or cancelled',
       quote_literal(left(status, 80)) using errcode = '22023';
   end if;
