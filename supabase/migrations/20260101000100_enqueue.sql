@@ -256,19 +256,17 @@ begin
   ids := array(select private.new_job_id() from generate_series(1, cardinality(given)));
   were_created := array_fill(true, array[cardinality(ids)]);
   insert into public.jobs (id, kind, payload, available_at, priority, max_attempts, concurrency_key, context)
-  select ids[g.n], g.kind, g.payload, g.available_at, g.priority, g.max_attempts, g.concurrency_key, g.context
-  from unnest(given) with ordinality
-    g(kind, payload, delay, available_at, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context, n)
-  where g.dedupe_key is null order by g.n;
+  select ids[g.ordinality], g.kind, g.payload, g.available_at, g.priority, g.max_attempts, g.concurrency_key, g.context
+  from unnest(given) with ordinality g where g.dedupe_key is null order by g.ordinality;
   -- Keys are taken one by one in their order, or two batches could wait for each other; and on one key the stronger lock
   -- first. Of what comes again on one key only the last replacement is made: each writes the row anew.
   for entry in
-    select g.n, row_number() over same > 1 and (g.dedupe <> 'replace' or lead(g.dedupe) over same = 'replace') as again
-    from unnest(given) with ordinality
-      g(kind, payload, delay, available_at, priority, max_attempts, dedupe_key, dedupe, concurrency_key, context, n)
+    select g.ordinality as n,
+      row_number() over same > 1 and (g.dedupe <> 'replace' or lead(g.dedupe) over same = 'replace') as again
+    from unnest(given) with ordinality g
     where g.dedupe_key is not null
-    window same as (partition by g.kind, g.dedupe_key order by g.dedupe <> 'replace', g.n)
-    order by g.kind, g.dedupe_key, g.dedupe <> 'replace', g.n
+    window same as (partition by g.kind, g.dedupe_key order by g.dedupe <> 'replace', g.ordinality)
+    order by g.kind, g.dedupe_key, g.dedupe <> 'replace', g.ordinality
   loop
     if entry.again then made.created := false; else
       select d.id, d.created into made from private.enqueue_deduped(given[entry.n], ids[entry.n]) d;
