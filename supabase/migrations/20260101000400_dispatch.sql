@@ -84,17 +84,15 @@ end $$;
 -- Queues one poke.
 create function private.poke(reason text, body jsonb default '{}') returns void
 language plpgsql security definer set search_path = pg_catalog, pg_temp as $$
-declare
-  endpoint record;
 begin
-  select * into endpoint from private.worker_endpoint();
   insert into private.pokes (request_id, reason)
   select net.http_post(
-    url => endpoint.url,
+    url => w.url,
     body => poke.body,
-    headers => jsonb_build_object('Content-Type', 'application/json', 'Authorization', 'Bearer ' || endpoint.cron_secret),
+    headers => jsonb_build_object('Content-Type', 'application/json', 'Authorization', 'Bearer ' || w.cron_secret),
     timeout_milliseconds => 5000
   ), poke.reason
+  from private.worker_endpoint() w
   -- pg_net was created anew, and its numbers begin anew.
   on conflict (request_id) do update set reason = excluded.reason, poked_at = excluded.poked_at;
 end $$;
