@@ -46,11 +46,31 @@ create unlogged table private.low_water (
   look_at timestamptz not null,
   primary key (kind, priority)
 );
+
+-- Whether jobs are started at all: see enable_dispatch().
+create table private.dispatch (
+  one boolean primary key default true check (one),
+  enabled boolean not null default true
+);
+insert into private.dispatch default values;
+
+-- Workers that have promised to look for work by themselves until awake_until: while one has, an enqueue need not poke.
+-- Unlogged: after a crash nobody has promised anything.
+create unlogged table private.awake_workers (
+  worker text primary key,
+  awake_until timestamptz not null
+);
+
 alter table private.turns enable row level security;
 alter table private.starts enable row level security;
 alter table private.low_water enable row level security;
-revoke all on private.turns, private.starts, private.low_water from public, anon, authenticated, service_role;
-grant select, insert, update, delete on private.turns, private.starts, private.low_water to service_role;
+alter table private.dispatch enable row level security;
+alter table private.awake_workers enable row level security;
+revoke all on private.turns, private.starts, private.low_water, private.dispatch, private.awake_workers
+  from public, anon, authenticated, service_role;
+grant select, insert, update, delete on private.turns, private.starts, private.low_water, private.awake_workers
+  to service_role;
+grant select on private.dispatch to service_role;
 
 -- Up to `max_kinds` kinds that have pending jobs, due or not, or a mark: those after `start`, and then from the first one on.
 create function private.waiting_kinds(start text, max_kinds int, marked boolean) returns text[]
@@ -504,31 +524,6 @@ language sql set search_path = pg_catalog, pg_temp as $$
   on conflict on constraint starts_pkey do update set jobs = s.jobs + excluded.jobs
 $$;
 
-revoke all on function private.record_starts, private.waiting_kinds, private.take_turn, private.free_places,
-  private.pick_plain_jobs, private.choose_keyed_jobs, private.pick_jobs from public, anon, authenticated;
-grant execute on function private.record_starts, private.waiting_kinds, private.take_turn, private.free_places,
-  private.pick_plain_jobs, private.choose_keyed_jobs, private.pick_jobs to service_role;
-
--- Whether jobs are started at all: see enable_dispatch().
-create table private.dispatch (
-  one boolean primary key default true check (one),
-  enabled boolean not null default true
-);
-insert into private.dispatch default values;
-alter table private.dispatch enable row level security;
-revoke all on private.dispatch from public, anon, authenticated, service_role;
-grant select on private.dispatch to service_role;
-
--- Workers that have promised to look for work by themselves until awake_until: while one has, an enqueue need not poke.
--- Unlogged: after a crash nobody has promised anything.
-create unlogged table private.awake_workers (
-  worker text primary key,
-  awake_until timestamptz not null
-);
-alter table private.awake_workers enable row level security;
-revoke all on private.awake_workers from public, anon, authenticated, service_role;
-grant select, insert, update, delete on private.awake_workers to service_role;
-
 -- Claims up to `max_jobs` due jobs (at most 1000, the most rows that REST gives back) and counts an attempt for each. They
 -- come in the order in which they are to start. Empty only when nothing may start, or all that may is being claimed by
 -- others. Raises 22023 naming the argument that is not usable, and 25000 for jobs with limits in a transaction that is not
@@ -667,5 +662,9 @@ begin
     coalesce(timeouts[array_position(with_settings, c.kind)], 45000), c.id = any (suspects)
   from claimed c order by c.priority desc, c.available_at, c.id;
 end $$;
-revoke all on function public.claim_jobs from public, anon, authenticated;
-grant execute on function public.claim_jobs to service_role;
+
+revoke all on function private.record_starts, private.waiting_kinds, private.take_turn, private.free_places,
+  private.pick_plain_jobs, private.choose_keyed_jobs, private.pick_jobs, public.claim_jobs
+  from public, anon, authenticated;
+grant execute on function private.record_starts, private.waiting_kinds, private.take_turn, private.free_places,
+  private.pick_plain_jobs, private.choose_keyed_jobs, private.pick_jobs, public.claim_jobs to service_role;

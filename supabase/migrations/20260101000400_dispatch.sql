@@ -434,8 +434,6 @@ begin
   end if;
 end $$;
 
-revoke all on function private.check_worker from public, anon, authenticated, service_role;
-
 -- Whether jobs get started, one row for each thing that must hold: what it is, whether it holds (null: not known yet), what
 -- was seen, and what to do. Secrets are not shown. Asks the worker: see private.check_worker. Never fails, and waits for no
 -- lock longer than half a second: an item that cannot be looked at says why.
@@ -560,8 +558,8 @@ begin
   end loop;
 end $$;
 
-revoke all on function public.enable_dispatch, public.disable_dispatch, public.job_dispatch_health
-  from public, anon, authenticated;
+revoke all on function private.check_worker, public.enable_dispatch, public.disable_dispatch, public.job_dispatch_health
+  from public, anon, authenticated, service_role;
 grant execute on function public.enable_dispatch, public.disable_dispatch, public.job_dispatch_health to service_role;
 
 do $$
