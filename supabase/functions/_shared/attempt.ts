@@ -139,12 +139,14 @@ function storable(result: unknown): Outcome {
 }
 
 /** JSON with U+FFFD for what jsonb cannot hold: of escapes of this sort JSON.stringify writes only U+0000 and lone surrogates. */
-export function storableJson(json: string): string {
-  return json.replaceAll(
+export const storableJson = (json: string): string =>
+  json.replaceAll(
     /\\(?:\\|u0000|ud[89a-f][\da-f]{2})/g,
     (escape) => escape === "\\\\" ? escape : "\\ufffd",
   );
-}
+
+/** Of a text that is not storable as it is. */
+export const NOT_STORABLE = "has U+0000 or half a surrogate pair, which jsonb cannot hold";
 
 /**
  * A value's JSON; undefined where it has none to write. Throws JobError `invalid_payload` for what JSON or jsonb cannot hold: it
@@ -157,12 +159,7 @@ export function assertJson(value: unknown, what: string): string | undefined {
   } catch (error) {
     throw new JobError("invalid_payload", `${what} has no JSON: ${errorText(error)}`);
   }
-  if (json && storableJson(json) !== json) {
-    throw new JobError(
-      "invalid_payload",
-      `${what} has U+0000 or half a surrogate pair, which jsonb cannot hold`,
-    );
-  }
+  if (json && storableJson(json) !== json) throw new JobError("invalid_payload", `${what} ${NOT_STORABLE}`);
   return json;
 }
 

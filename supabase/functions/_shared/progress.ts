@@ -1,4 +1,4 @@
-import { type Held, stop, storableJson } from "./attempt.ts";
+import { type Held, NOT_STORABLE, stop, storableJson } from "./attempt.ts";
 import { errorText, JobError, PermanentError } from "./errors.ts";
 import type { Job, Stored } from "./kinds.ts";
 import { log } from "./log.ts";
@@ -101,7 +101,7 @@ export function createProgress(
     if (typeof name !== "string" || name === "" || name.length > MAX_NAME_LENGTH) {
       wrong = `a step's name has 1 to ${MAX_NAME_LENGTH} characters`;
     } else if (storableJson(JSON.stringify(name)) !== JSON.stringify(name)) {
-      wrong = "a step's name has U+0000 or half a surrogate pair, which jsonb cannot hold";
+      wrong = `a step's name ${NOT_STORABLE}`;
     } else if (used.has(name)) wrong = `this attempt has a step ${JSON.stringify(name)} already`;
     if (wrong) {
       const hint = "Each step has a name of its own: in a loop, name what it is about, such as the row's id.";
@@ -153,9 +153,8 @@ function jsonCopy<T>(value: T, what: string): T {
 
 function changedByJson(value: unknown, path: string): string | undefined {
   if (typeof value === "string") {
-    return storableJson(JSON.stringify(value)) === JSON.stringify(value)
-      ? undefined
-      : `${path} has U+0000 or half a surrogate pair, which jsonb cannot hold`;
+    const json = JSON.stringify(value);
+    return storableJson(json) === json ? undefined : `${path} ${NOT_STORABLE}`;
   }
   if (value === null || typeof value === "boolean" || Number.isFinite(value)) return undefined;
   if (Array.isArray(value)) {
@@ -166,11 +165,9 @@ function changedByJson(value: unknown, path: string): string | undefined {
       .map(([key, item]) => item === undefined ? undefined : changedByJson(item, `${path}.${key}`))
       .find((found) => found);
   }
-  return `${path} is ${
-    isObject(value) ? value.constructor?.name : value
-  }, which JSON does not give back as it was`;
+  const what = isObject(value) ? value.constructor?.name : value;
+  return `${path} is ${what}, which JSON does not give back as it was`;
 }
 
-function isObject(value: unknown): value is Record<string, unknown> {
-  return typeof value === "object" && value !== null && !Array.isArray(value);
-}
+const isObject = (value: unknown): value is Record<string, unknown> =>
+  typeof value === "object" && value !== null && !Array.isArray(value);
