@@ -25,11 +25,10 @@ export function refuseWithoutCronSecret(request: Request): Response | null {
   const setting = Deno.env.get("CRON_SECRET") ?? "";
   const secrets = setting.split(",").map((secret) => secret.trim()).filter(Boolean);
   if (secrets.length === 0 || secrets.some((secret) => secret.length < MIN_SECRET_LENGTH)) {
-    log("error", "cron_secret_unusable", {
-      todo:
-        `CRON_SECRET is unset or shorter than ${MIN_SECRET_LENGTH} characters: set it with supabase secrets set, ` +
-        "to the value of cron_secret in Vault. Until then every call is refused.",
-    });
+    const todo =
+      `CRON_SECRET is unset or shorter than ${MIN_SECRET_LENGTH} characters: set it with supabase secrets set, ` +
+      "to the value of cron_secret in Vault. Until then every call is refused.";
+    log("error", "cron_secret_unusable", { todo });
     return notConfigured();
   }
   const given = /^Bearer ([^\s]+)$/i.exec(request.headers.get("Authorization") ?? "")?.[1] ?? "";
@@ -72,9 +71,7 @@ export async function readBody(
   request: Request,
   maxBytes: number,
 ): Promise<{ body: Uint8Array<ArrayBuffer> } | { refused: Response }> {
-  const refused = (status: number, title: string, detail: string) => ({
-    refused: problem(status, title, detail),
-  });
+  const refused = (...why: Parameters<typeof problem>) => ({ refused: problem(...why) });
   const tooLarge = () => refused(413, "Content too large", `The body may have ${maxBytes} bytes.`);
   if (Number(request.headers.get("Content-Length")) > maxBytes) return tooLarge();
   const reader = request.body?.getReader();

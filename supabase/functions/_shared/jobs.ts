@@ -113,14 +113,12 @@ async function toArguments(where: string, kind: Kind, payload: unknown, options:
 }
 
 /** Runs ready jobs until there are none, or the lifetime, the cap or the signal ends it; gives back what became of each. */
-export async function workJobs(options: WorkOptions = {}): Promise<WorkReport> {
-  return work(await loadApp(), options);
-}
+export const workJobs = async (options: WorkOptions = {}): Promise<WorkReport> =>
+  work(await loadApp(), options);
 
 /** What a poke does: starts a worker that lingers, or has the running one look now; its report, or null if it only looked. */
-export async function wakeJobWorker(options: WorkOptions = {}): Promise<WorkReport | null> {
-  return await wakeWorker(await loadApp(), options);
-}
+export const wakeJobWorker = async (options: WorkOptions = {}): Promise<WorkReport | null> =>
+  wakeWorker(await loadApp(), options);
 
 let app: Promise<App> | undefined;
 

@@ -16,9 +16,7 @@ const sha256 = (text: string) => createHash("sha256").update(text).digest();
 let filter: ReturnType<typeof createSecretFilter> | undefined;
 
 /** The filter of this function's own environment, made at the first call. */
-export function secretFilter(): ReturnType<typeof createSecretFilter> {
-  return filter ??= createSecretFilter(Deno.env.toObject());
-}
+export const secretFilter = () => filter ??= createSecretFilter(Deno.env.toObject());
 
 /**
  * Makes what keeps secrets out of texts: the values of variables whose name says that they are secret, each part of a list

@@ -1,11 +1,5 @@
-import {
-  createTransport,
-  type DenoOptions,
-  init,
-  linkedErrorsIntegration,
-  Scope,
-  withScope,
-} from "@sentry/deno";
+import type { DenoOptions } from "@sentry/deno";
+import { createTransport, init, linkedErrorsIntegration, Scope, withScope } from "@sentry/deno";
 import { errorText, safeText } from "./errors.ts";
 import { writeLine } from "./log.ts";
 
