@@ -403,7 +403,6 @@ declare
   wanted_kinds text[] := '{}';
   wanted int[] := '{}';
   most int[] := '{}';
-  plain record;
   counts int[];
   with_keys int[] := '{}'; -- their numbers in wanted_kinds
   nth int;
@@ -452,10 +451,8 @@ begin
     end if;
   end loop;
 
-  plain := private.pick_plain_jobs(wanted_kinds, wanted, most, due, lowest_first, taken, marked, fully);
-  ids := plain.ids;
-  counts := plain.counts;
-  suspects := plain.suspects;
+  select p.* into ids, counts, suspects
+  from private.pick_plain_jobs(wanted_kinds, wanted, most, due, lowest_first, taken, marked, fully) p;
 
   foreach nth in array with_keys loop
     keyed := '{}'; keyed_suspects := '{}'; passed := '{}';

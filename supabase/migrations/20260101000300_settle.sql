@@ -108,11 +108,9 @@ $$;
 -- Completes one job; false when it was not held.
 create function public.complete_job(id uuid, lease_token int, result jsonb default null) returns boolean
 language sql set search_path = pg_catalog, pg_temp as $$
-  select exists (
-    select from public.complete_jobs(jsonb_build_array(jsonb_build_object(
-      'id', complete_job.id, 'lease_token', complete_job.lease_token, 'result', complete_job.result
-    )))
-  )
+  select count(*) > 0 from public.complete_jobs(jsonb_build_array(jsonb_build_object(
+    'id', complete_job.id, 'lease_token', complete_job.lease_token, 'result', complete_job.result
+  )))
 $$;
 
 create type private.failed_attempt as (

@@ -50,10 +50,9 @@ end $$;
 
 -- The secret that pokes carry. While it is being rotated there are two; either opens the door.
 create function private.first_cron_secret() returns text
-language plpgsql set search_path = pg_catalog, pg_temp as $$
-begin
-  return btrim(split_part(private.vault_secret('cron_secret'), ',', 1), E' \t\r\n');
-end $$;
+language sql set search_path = pg_catalog, pg_temp as $$
+  select btrim(split_part(private.vault_secret('cron_secret'), ',', 1), E' \t\r\n')
+$$;
 
 -- Where job-worker is and the secret that opens it. Raises 55000 naming what is not set up. Reads the secret: nobody may
 -- call it directly.
@@ -116,8 +115,7 @@ end $$;
 -- Measured with the real pg_net beside a single-row insert of 65 µs: 30 µs while a worker is awake or a poke is queued (as
 -- long as pg_net's queue is short), 140 µs for the few inserts a second that poke.
 create function private.wake() returns trigger
-language plpgsql security definer set search_path = pg_catalog, pg_temp
-set lock_timeout = '100ms' as $$
+language plpgsql security definer set search_path = pg_catalog, pg_temp set lock_timeout = '100ms' as $$
 declare
   due boolean;
 begin
