@@ -46,20 +46,16 @@ function secretsIn(name: string, value: string): string[] {
     // A DSN's key stands where others have a user.
     if (/DSN/i.test(name)) secrets.push(user);
   }
-  if (SECRET_NAME.test(name)) secrets.push(value, ...value.split(/[\s,;]+/), ...stringsInJson(value));
-  return secrets;
-}
-
-function stringsInJson(text: string): string[] {
-  const strings: string[] = [];
+  if (!SECRET_NAME.test(name)) return secrets;
+  secrets.push(value, ...value.split(/[\s,;]+/));
   try {
-    JSON.parse(text, (_, value) => {
-      if (typeof value === "string") strings.push(value);
+    JSON.parse(value, (_, part) => {
+      if (typeof part === "string") secrets.push(part);
     });
   } catch {
     // It is not JSON.
   }
-  return strings;
+  return secrets;
 }
 
 function decoded(text: string): string {
