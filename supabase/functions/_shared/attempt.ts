@@ -5,10 +5,7 @@ import type { ClaimedJob, Failure, Lease } from "./queue.ts";
 import { after } from "./timer.ts";
 
 /** The app as the engine sees it. */
-export interface App {
-  kinds: KindDeclarations;
-  handlers: Record<string, Handler<never>>;
-}
+export type App = { kinds: KindDeclarations; handlers: Record<string, Handler<never>> };
 
 /** A claimed job until it is settled. */
 export interface Held {

@@ -33,10 +33,7 @@ const claimedJobs = rowsOf({
 export type ClaimedJob = z.output<typeof claimedJobs>[number];
 
 /** Names one claim. */
-export interface Lease {
-  id: string;
-  leaseToken: number;
-}
+export type Lease = { id: string; leaseToken: number };
 
 /** Claims up to `maxJobs` (10) due jobs for `leaseSeconds` (60), in the order in which they are to start. */
 export async function claimJobs(
@@ -222,9 +219,7 @@ const storedWebhooks = rowsOf({
 });
 
 /** The webhook message of a job, its body in base64; undefined when it has none. */
-export async function readWebhook(id: string): Promise<z.output<typeof storedWebhooks>[number] | undefined> {
-  return (await call(storedWebhooks, "read_webhook", { id }))[0];
-}
+export const readWebhook = async (id: string) => (await call(storedWebhooks, "read_webhook", { id })).at(0);
 
 const status = z.enum(["pending", "running", "succeeded", "dead", "cancelled"]);
 const listedWebhooks = rowsOf({

@@ -10,17 +10,10 @@ import { completeJobs, failJobs, type Failure, type Lease, releaseJobs } from ".
 type JobStatus = "succeeded" | "pending" | "dead" | "cancelled" | "snoozed" | "released" | "lost";
 
 /** A job whose attempt a worker has ended, and what became of it. */
-export interface Settled {
-  id: string;
-  kind: string;
-  status: Exclude<JobStatus, "released">;
-}
+export type Settled = { id: string; kind: string; status: Exclude<JobStatus, "released"> };
 
 /** An attempt that has ended, and what a settle call is to be told of it. */
-interface Ended<Told> {
-  entry: Held;
-  told: Told;
-}
+type Ended<Told> = { entry: Held; told: Told };
 
 type Answer = Map<string, JobStatus>;
 
