@@ -1,6 +1,6 @@
 import { errorText, JobError, PermanentError, RetryAfterError, safeText, SnoozeError } from "./errors.ts";
 import type { Handler, Job, KindDeclarations } from "./kinds.ts";
-import { createProgress } from "./progress.ts";
+import { createProgress, type Progress } from "./progress.ts";
 import type { ClaimedJob, Failure, Lease } from "./queue.ts";
 import { after } from "./timer.ts";
 
@@ -41,9 +41,8 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
   }
   if (entry.stopped === "lost" || entry.stopped === "released") return { stopped: entry.stopped };
   const thrown: unknown[] = []; // by the handler, of its own accord
-  const stopped = new Promise<never>((_, reject) => {
-    controller.signal.addEventListener("abort", () => reject(controller.signal.reason), { once: true });
-  });
+  const { promise: stopped, reject } = Promise.withResolvers<never>();
+  controller.signal.addEventListener("abort", () => reject(controller.signal.reason), { once: true });
   stopped.catch(() => {}); // it may come when nobody waits for it any more
   const cancelTimeout = after(job.timeoutMs, () => stop(entry, "timeout"));
   try {
@@ -54,7 +53,7 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
       return { failed: { error, permanent: true } };
     }
     // Made when it is first asked for, since most handlers never do.
-    let kept: ReturnType<typeof createProgress> | undefined;
+    let kept: Progress | undefined;
     const startedAt = performance.now();
     const keep = () => kept ??= createProgress(entry, startedAt);
     const described: Job = {

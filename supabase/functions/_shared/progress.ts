@@ -9,14 +9,14 @@ const MAX_NAME_LENGTH = 200;
 /** For how long the lease is taken to hold after the database has said so. */
 const SURE_MS = 1_000;
 
+/** The parts of the Job that its handler gets, and their end. */
+export type Progress = Pick<Job, "progress" | "checkpoint" | "step"> & { end(): Promise<void> };
+
 /**
- * What a job keeps from one attempt to the next: the parts of the Job that its handler gets, and their end. `heldAt`: when
- * its lease was last known to hold, on performance.now()'s clock.
+ * What a job keeps from one attempt to the next. `heldAt`: when its lease was last known to hold, on performance.now()'s
+ * clock.
  */
-export function createProgress(
-  entry: Held,
-  heldAt: number,
-): Pick<Job, "progress" | "checkpoint" | "step"> & { end(): Promise<void> } {
+export function createProgress(entry: Held, heldAt: number): Progress {
   const { job: { id, kind, leaseToken, progress }, controller: { signal } } = entry;
   const { steps, ...fields } = isObject(progress) ? progress : {};
   const completed = new Map(Object.entries(isObject(steps) ? steps : {}));
@@ -145,9 +145,8 @@ function jsonCopy<T>(value: T, what: string): T {
   } catch (error) {
     changed = ` has no JSON: ${errorText(error)}`;
   }
-  if (changed) {
-    throw new JobError("22023", what + changed, "Give what JSON holds, such as a date as its text.");
-  }
+  const hint = "Give what JSON holds, such as a date as its text.";
+  if (changed) throw new JobError("22023", what + changed, hint);
   return JSON.parse(json);
 }
 
