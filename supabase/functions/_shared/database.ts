@@ -9,14 +9,16 @@ let client: SupabaseClient | undefined;
  * The supabase-js client of the service role, made at the first call. Reads SUPABASE_URL and SUPABASE_SECRET_KEYS
  * (`{"default": "sb_secret_…"}`), or the older SUPABASE_SERVICE_ROLE_KEY. Throws JobError `not_configured`.
  */
-export function serviceClient(): SupabaseClient {
-  return client ??= createClient(requiredEnv("SUPABASE_URL"), apiKey("secret"), {
+export const serviceClient = (): SupabaseClient =>
+  client ??= createClient(requiredEnv("SUPABASE_URL"), apiKey("secret"), {
     auth: { persistSession: false, autoRefreshToken: false, detectSessionInUrl: false },
   });
-}
+
+/** Arguments of a SQL function by their names. */
+export type Arguments = Record<string, unknown>;
 
 /** Calls a SQL function with named arguments, and gives back its answer as REST would. Throws what callDatabase throws. */
-export type Transport = (name: string, args: Record<string, unknown>) => Promise<unknown>;
+export type Transport = (name: string, args: Arguments) => Promise<unknown>;
 
 let transport: Transport | undefined;
 
@@ -30,11 +32,7 @@ export function useTransport(call: Transport): void {
  * answer as JSON has it. Throws JobError with the database's SQLSTATE, message and hint, `refused` when the API does not take
  * the key, or `unreachable` when there was no answer within `timeoutMs` (10,000): the call may or may not have taken effect.
  */
-export async function callDatabase(
-  name: string,
-  args: Record<string, unknown>,
-  timeoutMs = 10_000,
-): Promise<unknown> {
+export async function callDatabase(name: string, args: Arguments, timeoutMs = 10_000): Promise<unknown> {
   if (transport) return await transport(name, inSnakeCase(args));
   const controller = new AbortController();
   const call = serviceClient().rpc(name, inSnakeCase(args)).abortSignal(controller.signal);

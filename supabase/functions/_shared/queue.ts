@@ -1,5 +1,5 @@
 import { z } from "zod";
-import { callDatabase, inCamelCase, inSnakeCase } from "./database.ts";
+import { type Arguments, callDatabase, inCamelCase, inSnakeCase } from "./database.ts";
 import type { KindDeclarations } from "./kinds.ts";
 
 /** One function per SQL function of the queue, with the same name. All throw JobError; durations are in seconds. */
@@ -9,7 +9,7 @@ const rowsOf = <Shape extends z.ZodRawShape>(shape: Shape) =>
   z.array(z.record(z.string(), z.unknown()).transform(inCamelCase).pipe(z.object(shape)));
 
 /** Calls a SQL function and reads its answer. */
-const call = async <Answer>(answer: z.ZodType<Answer>, name: string, args: Record<string, unknown>) =>
+const call = async <Answer>(answer: z.ZodType<Answer>, name: string, args: Arguments) =>
   answer.parse(await callDatabase(name, args));
 
 const ids = z.array(z.string());
@@ -36,7 +36,7 @@ export type ClaimedJob = z.output<typeof claimedJobs>[number];
 export type Lease = { id: string; leaseToken: number };
 
 /** Claims up to `maxJobs` (10) due jobs for `leaseSeconds` (60), in the order in which they are to start. */
-export async function claimJobs(
+export const claimJobs = (
   worker: string,
   { awakeForSeconds, ...options }: {
     maxJobs?: number;
@@ -45,10 +45,8 @@ export async function claimJobs(
     exceptKinds?: string[];
     awakeForSeconds?: number;
   } = {},
-): Promise<ClaimedJob[]> {
-  const awakeFor = interval(awakeForSeconds);
-  return claimedJobs.parse(await callDatabase("claim_jobs", { worker, ...options, awakeFor }));
-}
+): Promise<ClaimedJob[]> =>
+  call(claimedJobs, "claim_jobs", { worker, ...options, awakeFor: interval(awakeForSeconds) });
 
 /** Completes jobs, storing their results; gives back the ids that were still held. Safe to repeat. */
 export const completeJobs = (completions: (Lease & { result?: unknown })[]): Promise<string[]> =>
