@@ -43,11 +43,8 @@ export async function contextOf(request: Request): Promise<Context | null> {
     throw invalid("the token is not one of this project, or no longer");
   }
   const metadata = z.object({ tenant_id: z.unknown() }).safeParse(app_metadata).data;
-  return {
-    user_id: sub,
-    tenant_id: asText(tenant_id) ?? asText(metadata?.tenant_id),
-    claims: withoutTimes(read.claims),
-  };
+  const tenant = asText(tenant_id) ?? asText(metadata?.tenant_id);
+  return { user_id: sub, tenant_id: tenant, claims: withoutTimes(read.claims) };
 }
 
 const timesSchema = z.object({ exp: z.number(), nbf: z.number().optional() });
