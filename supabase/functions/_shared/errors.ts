@@ -48,13 +48,11 @@ const ENGINE_WORDS = /^(unknown_kind|lease expired)/;
  * null or an object whose properties throw.
  */
 export function errorText(thrown: unknown, maxLength = MAX_ERROR_LENGTH): string {
-  let text: string;
   try {
-    text = describe(thrown, 0);
+    return safeText(describe(thrown, 0), maxLength);
   } catch {
-    text = "the thrown value cannot be read";
+    return "the thrown value cannot be read";
   }
-  return safeText(text, maxLength);
 }
 
 /** A text without this function's secrets and without what Postgres's text cannot hold, cut after `maxLength` characters. */
