@@ -444,11 +444,10 @@ begin
       end if;
       if settings.has_keys and turn and part > 0 then with_keys := with_keys || cardinality(wanted) + 1; end if;
     end if;
-    if part > 0 then
-      wanted_kinds := wanted_kinds || settings.kind;
-      wanted := wanted || part;
-      most := most || coalesce(settings.max_attempts, 5);
-    end if;
+    continue when part <= 0;
+    wanted_kinds := wanted_kinds || settings.kind;
+    wanted := wanted || part;
+    most := most || coalesce(settings.max_attempts, 5);
   end loop;
 
   select p.* into ids, counts, suspects

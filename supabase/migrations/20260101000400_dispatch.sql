@@ -142,8 +142,7 @@ exception when others then
 end $$;
 
 create trigger wake after insert on public.jobs
-  referencing new table as inserted
-  for each statement execute function private.wake();
+  referencing new table as inserted for each statement execute function private.wake();
 -- A job that is put back or brought forward. Not one that goes back when its attempt ends.
 create trigger wake_again after update on public.jobs
   for each row when (
