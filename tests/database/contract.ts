@@ -138,6 +138,9 @@ export async function useContract(api: Api): Promise<void> {
   assert.deepEqual((await api.read<Row>("webhook_inbox", "id", id)).map(({ payload }) => payload), [{}]);
   assert.deepEqual(await api.call("retry_webhooks", { source: "test" }), []);
   assert.deepEqual(await api.call("purge_webhooks", { tenant: "t" }), [1]);
+  // A skipped time, so that the change of the clock is looked for.
+  const cron = { cron: "30 2 * * *", time_zone: "Europe/Berlin", after: "2030-03-31T00:00:00Z" };
+  assert.deepEqual(await api.call("next_cron_run", cron), ["2030-03-31T01:00:00+00:00"]);
   await api.call("disable_dispatch");
   await api.call("enable_dispatch");
   assert.ok((await api.call("job_dispatch_health")).length > 0);

@@ -63,6 +63,7 @@ const routines = (sql: postgres.Sql) =>
 /** For each type of an argument something to call with, so that a refusal is about the caller: as SQL and as JSON. */
 const samples: Record<string, [sql: string, json: postgres.JSONValue]> = {
   bigint: ["1", 1],
+  "bit varying[]": ["'{1}'", ["1"]],
   boolean: ["true", true],
   bytea: ["'\\x7b7d'", "\\x7b7d"],
   integer: ["1", 1],
@@ -71,6 +72,7 @@ const samples: Record<string, [sql: string, json: postgres.JSONValue]> = {
   jsonb: ["'[]'", []],
   text: ["'test'", "test"],
   "text[]": ["'{test}'", ["test"]],
+  "timestamp without time zone": ["'2030-01-01 00:00:00'", "2030-01-01T00:00:00"],
   "timestamp with time zone": ["'2030-01-01 00:00:00Z'", "2030-01-01T00:00:00Z"],
   uuid: ["gen_random_uuid()", crypto.randomUUID()],
   "uuid[]": ["'{}'", []],
