@@ -17,29 +17,30 @@ declare
   value constant text := array_to_string(array['[0-9]{1,9}'] || names, '|');
   bits bit varying := repeat('0', high + 1);
   part text;
-  found text[];
+  bounds text[];
   first int;
   last int;
   step int;
 begin
   foreach part in array string_to_array(field, ',') loop
     if part = 'L' and high = 31 then bits := set_bit(bits, 0, 1); continue; end if;
-    found := regexp_match(part, format('^(?:(\*)|(%s)(?:-(%1$s))?)(?:/([0-9]{1,9}))?$', value));
-    if found is null then
+    -- Without a group to be told of: regexp_match takes 20 times as long.
+    if part !~ format('^(\*|(%s)(-(%1$s))?)(/[0-9]{1,9})?$', value) then
       raise exception 'next_cron_run: %: % cannot be read', name, quote_literal(left(part, 80)) using errcode = '22023',
         hint = 'Give a list of *, 5, 1-5, */10, 5/10 or 1-31/2, of names (JAN, MON), and of L for a month''s last day.';
     end if;
+    bounds := string_to_array(split_part(part, '/', 1), '-');
     first := case
-      when found[1] is null then coalesce(array_position(names, found[2]) - 1 + low, found[2]::int) else low
+      when bounds[1] = '*' then low else coalesce(array_position(names, bounds[1]) - 1 + low, bounds[1]::int)
     end;
     last := case
-      when found[3] is not null then coalesce(array_position(names, found[3]) - 1 + low, found[3]::int)
-      when found[1] is null and found[4] is null then first
+      when bounds[2] is not null then coalesce(array_position(names, bounds[2]) - 1 + low, bounds[2]::int)
+      when bounds[1] <> '*' and position('/' in part) = 0 then first
       when high = 7 then greatest(first, 6) -- Sunday as 7 would come twice
       else high
     end;
     if high = 7 and first > 0 and last = 0 then last := 7; end if;
-    step := coalesce(found[4]::int, 1);
+    step := coalesce(nullif(split_part(part, '/', 2), '')::int, 1);
     if least(first, last) < low or greatest(first, last) > high then
       raise exception 'next_cron_run: %: % is not within %-%', name, part, low, high using errcode = '22023';
     elsif step not between 1 and high then
@@ -137,9 +138,9 @@ declare
   day constant interval := '24 hours'; -- '1 day' goes by the session's time zone
   instant constant interval := '1 microsecond';
   given constant text := upper(btrim(regexp_replace(left(cron, 201), '\s+', ' ', 'g')) collate "C");
-  every constant text[] := regexp_match(given, '^([0-9]{1,9}) ?(SECOND|MINUTE|HOUR|DAY)S?$');
-  period constant bigint := every[1]::bigint
-    * case every[2] when 'SECOND' then 1 when 'MINUTE' then 60 when 'HOUR' then 3600 when 'DAY' then 86400 end;
+  period constant float8 := case
+    when given ~ '^[0-9]{1,9} ?(SECOND|MINUTE|HOUR|DAY)S?$' then date_part('epoch', given::interval)
+  end;
   fields constant text[] := string_to_array(case given
     when '@HOURLY' then '0 * * * *' when '@DAILY' then '0 0 * * *' when '@MIDNIGHT' then '0 0 * * *'
     when '@WEEKLY' then '0 0 * * 0' when '@MONTHLY' then '0 0 1 * *'
@@ -158,7 +159,7 @@ declare
 begin
   if cron is null then wrong := 'cron is null';
   elsif length(cron) > 200 then wrong := 'cron has more than 200 characters';
-  elsif every is null and cardinality(fields) <> 5 then
+  elsif period is null and cardinality(fields) <> 5 then
     wrong := format('%s has %s fields, not 5', quote_literal(left(cron, 80)), cardinality(fields));
     hint := 'Give minute, hour, day of month, month and day of week, without seconds; or an interval, such as 30 seconds '
       'or 1 day; or a name, such as @daily.';
