@@ -24,7 +24,7 @@ declare
 begin
   foreach part in array string_to_array(field, ',') loop
     if part = 'L' and high = 31 then bits := set_bit(bits, 0, 1); continue; end if;
-    -- Without a group to be told of: regexp_match takes 20 times as long.
+    -- Only whether it matches: to be told the groups, by regexp_match, takes ten times as long.
     if part !~ format('^(\*|(%s)(-(%1$s))?)(/[0-9]{1,9})?$', value) then
       raise exception 'next_cron_run: %: % cannot be read', name, quote_literal(left(part, 80)) using errcode = '22023',
         hint = 'Give a list of *, 5, 1-5, */10, 5/10 or 1-31/2, of names (JAN, MON), and of L for a month''s last day.';
@@ -36,7 +36,7 @@ begin
     last := case
       when bounds[2] is not null then coalesce(array_position(names, bounds[2]) - 1 + low, bounds[2]::int)
       when bounds[1] <> '*' and position('/' in part) = 0 then first
-      when high = 7 then greatest(first, 6) -- Sunday as 7 would come twice
+      when high = 7 then greatest(first, 6) -- 1/2 ends at FRI, not at Sunday as 7
       else high
     end;
     if high = 7 and first > 0 and last = 0 then last := 7; end if;
@@ -57,7 +57,8 @@ begin
 end $$;
 
 -- The first local minute after `after` that the five fields match, null when there is none. A day matches when its day of
--- month or its day of week does, if `either`; else when both do. There is a 29 February in 8 years, on a Sunday in 40.
+-- month or its day of week does, if `either`; else when both do. A 29 February is 8 years away at most, on a Sunday 40:
+-- months that in 9 years have had no such day never have.
 create function private.next_local_run(fields bit varying[], either boolean, after timestamp) returns timestamp
 language plpgsql immutable set search_path = pg_catalog, pg_temp as $$
 declare
@@ -68,8 +69,8 @@ declare
   length int;
   days bit varying;
   by_week bit varying;
-  possible boolean := false;
-  ahead int; -- from what is looked at, the first value that matches is this one; 0: none
+  possible boolean := false; -- whether a month has had such a day of month
+  ahead int; -- which value from here on is the first to match; 0: none
 begin
   while at < after + case when possible then interval '41 years' else interval '9 years' end loop
     ahead := position(B'1' in substring(fields[4] from date_part('month', at)::int + 1));
@@ -105,20 +106,15 @@ language plpgsql stable set search_path = pg_catalog, pg_temp as $$
 declare
   at constant timestamptz := date_trunc('second', until);
   clock constant timestamp := at at time zone time_zone;
-  before int := 86400; -- seconds back from `at`: the change is after that
-  since int := 0;
-  middle int;
+  since interval := '0'; -- for so long up to `at` the offset has been the same
+  longer interval;
 begin
   if (at - interval '24 hours') at time zone time_zone = clock - interval '24 hours' then return null; end if;
-  while before - since > 1 loop
-    middle := (before + since) / 2;
-    if (at - make_interval(secs => middle)) at time zone time_zone = clock - make_interval(secs => middle) then
-      since := middle;
-    else
-      before := middle;
-    end if;
+  for power in reverse 16 .. 0 loop
+    longer := since + make_interval(secs => 1 << power);
+    if (at - longer) at time zone time_zone = clock - longer then since := longer; end if;
   end loop;
-  return at - make_interval(secs => since);
+  return at - since;
 end $$;
 
 -- The first run after `after` of
@@ -130,13 +126,15 @@ end $$;
 --   an interval   '30 seconds', '5 minutes', '2 hours', '1 day' of 24 hours: from 10 seconds to 366 days after `after`
 --
 -- time_zone is a name with a / of the tz database, or UTC. Raises 22023 saying which part is not usable.
+--
+-- Measured: 75 to 160 µs, a 29 February included; 180 µs where that is to be a Sunday, 40 years on; 100 to 200 µs to find
+-- that there is no run; 12 µs for an interval.
 create function public.next_cron_run(
   cron text, time_zone text default 'UTC', after timestamptz default clock_timestamp()
 ) returns timestamptz
 language plpgsql stable set search_path = pg_catalog, pg_temp as $$
 declare
   day constant interval := '24 hours'; -- '1 day' goes by the session's time zone
-  instant constant interval := '1 microsecond';
   given constant text := upper(btrim(regexp_replace(left(cron, 201), '\s+', ' ', 'g')) collate "C");
   period constant float8 := case
     when given ~ '^[0-9]{1,9} ?(SECOND|MINUTE|HOUR|DAY)S?$' then date_part('epoch', given::interval)
@@ -194,7 +192,7 @@ begin
     change := private.clock_change(time_zone, after + day);
   else
     -- What the clock showed before it went back has been, though it shows it again.
-    clock := greatest(clock, (private.clock_change(time_zone, after) - instant) at time zone time_zone);
+    clock := greatest(clock, (private.clock_change(time_zone, after) - interval '1 microsecond') at time zone time_zone);
   end if;
   loop
     next := private.next_local_run(bits, either, clock);
@@ -213,7 +211,7 @@ begin
       change := private.clock_change(time_zone, run);
       if not every_hour then return change; end if;
     end if;
-    clock := (change at time zone time_zone) - instant;
+    clock := (change at time zone time_zone) - interval '1 microsecond';
     change := null;
   end loop;
 end $$;

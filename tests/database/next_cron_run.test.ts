@@ -213,8 +213,13 @@ const zones = [
   "Pacific/Chatham",
 ];
 
+let changes = new Map<string, Change[]>();
+Deno.test.beforeAll(async () => {
+  changes = await clockChanges();
+});
+
 /** All changes from 1999 to 2090 by Postgres's own account, a day looked at after the other and then each 15 minutes. */
-async function clockChanges(): Promise<Map<string, Change[]>> {
+async function clockChanges(): Promise<typeof changes> {
   const rows = await db.sql<(Change & { zone: string })[]>`
     with days as (
       select zone, day, (day at time zone zone) - (day at time zone 'UTC') as after,
@@ -283,7 +288,7 @@ function parse(cron: string) {
 }
 
 /** The first run after `after`, in ms; undefined when there is none before 2089. */
-function nextByOracle({ cron, zone, after }: Case, changes: Map<string, Change[]>): number | undefined {
+function nextByOracle({ cron, zone, after }: Case): number | undefined {
   const rule = parse(cron);
   const known = changes.get(zone) ?? [];
   const matches = (local: number) => rule.matchesTime(local) && rule.matchesDay(local);
@@ -326,11 +331,10 @@ const hour = 3600_000;
 
 Deno.test("around every change of a clock from 2024 to 2030 in ten zones, runs follow each other as the rules say", async () => {
   const { seed, below } = randomly();
-  const changes = await clockChanges();
   const cases: Case[] = [];
   const expected: (number | undefined)[] = [];
   const add = (given: Case) => {
-    const run = nextByOracle(given, changes);
+    const run = nextByOracle(given);
     cases.push(given);
     expected.push(run);
     return run ?? Infinity;
@@ -365,10 +369,8 @@ Deno.test("around every change of a clock from 2024 to 2030 in ten zones, runs f
       }
     }
   }
-  console.log(cases.length, performance.now());
   assert.ok(count > 100, `${count} changes`);
   const runs = await nextRuns(cases);
-  console.log(cases.length, performance.now());
   cases.forEach((each, n) => assert.equal(iso(runs[n]), iso(expected[n]), `${text(each)} (seed ${seed})`));
 });
 
@@ -463,7 +465,6 @@ const repeats = ({ at, before, after }: Change, run: number) =>
 Deno.test("20,000 random schedules agree with croner, but for what is listed", async () => {
   const random = randomly();
   const { below, pick, seed } = random;
-  const changes = await clockChanges();
   const [from, to] = [Date.UTC(2000, 0), Date.UTC(2035, 0)];
   const examples = disagreements.map(({ example: [cron, zone, after] }) => ({
     cron,
@@ -475,9 +476,9 @@ Deno.test("20,000 random schedules agree with croner, but for what is listed", a
     if (example) return example;
     const field = (often: string, low: number, high: number, names?: string[]) =>
       below(3) === 0 ? often : randomField(random, low, high, names);
-    // Mostly without what the two read in different ways.
+    // Mostly without what the two read in different ways; and without 7/2, at which croner looks for 50 ms.
     const days: typeof field = (...form) =>
-      field(...form).replace(/^\*.+/, (all) => pick(["*", "*", "*", all]));
+      field(...form).replace(/^\*.+/, (all) => pick(["*", "*", "*", all])).replace(/(?<![-\d])7\//g, "6/");
     const minute = field("0", 0, 59);
     const hours = field("0", 0, 23);
     const day = below(10) === 0 ? pick(["L", "15,L", "?"]) : days("*", 1, 31);
@@ -487,7 +488,6 @@ Deno.test("20,000 random schedules agree with croner, but for what is listed", a
     const near = pick((changes.get(zone) ?? []).filter(({ at }) => at > from / 60_000 && at < to / 60_000));
     return { cron, zone, after: near.at * 60_000 - 18 * hour + below(24 * hour) };
   });
-  const T0 = performance.now();
   const ours = nextRuns(cases);
   const theirs: (number | undefined)[] = [];
   for (const each of cases) {
@@ -495,9 +495,7 @@ Deno.test("20,000 random schedules agree with croner, but for what is listed", a
     // The database works meanwhile.
     if (theirs.length % 1000 === 0) await new Promise((resolve) => setTimeout(resolve));
   }
-  console.log("croner", performance.now() - T0);
   const runs = await ours;
-  console.log("sql", performance.now() - T0);
   const counts = new Map<Disagreement, number>();
   for (const [n, each] of cases.entries()) {
     const run = String(runs[n]).endsWith("never runs") ? undefined : runs[n];
@@ -510,10 +508,9 @@ Deno.test("20,000 random schedules agree with croner, but for what is listed", a
     assert.ok(found, said);
     counts.set(found, (counts.get(found) ?? 0) + 1);
     if (each.cron.includes("?")) assert.match(String(run), /day of month: '\?' cannot be read$/, said);
-    else assert.equal(iso(run), iso(nextByOracle(each, changes)), said);
+    else assert.equal(iso(run), iso(nextByOracle(each)), said);
   }
   const listed = disagreements.map((each) => `${counts.get(each) ?? 0} times: ${each.why}`);
-  console.log("oracle", performance.now() - T0);
   console.log([`20,000 schedules, seed ${seed}`, ...listed].join("\n"));
   assert.equal(counts.size, disagreements.length, "each example is one of its own sort");
 });
