@@ -67,6 +67,8 @@ create table public.jobs (
   progress jsonb check (jsonb_typeof(progress) = 'object' and coalesce(jsonb_typeof(progress -> 'steps'), 'object') = 'object'),
   result jsonb,
   last_error text,
+  schedule text,
+  due_at timestamptz,
   created_at timestamptz not null default clock_timestamp(),
   updated_at timestamptz not null default clock_timestamp(),
   finished_at timestamptz,
@@ -91,6 +93,7 @@ comment on column public.jobs.dedupe is
 comment on column public.jobs.context is 'Who asked for the job: the user of the request unless given. See private.request_context().';
 comment on column public.jobs.progress is
   'What the handler has kept for the next attempt. The field steps: what each step that has completed gave.';
+comment on column public.jobs.due_at is 'When the run of its schedule was due that it is; the first, where several were missed.';
 comment on column public.jobs.concurrency_key is 'Of jobs with the same kind and key, key_concurrency (1) run at once.';
 
 -- The order of the claim. It ends in id, or equal timestamps would be sorted at every claim. Jobs with a concurrency key

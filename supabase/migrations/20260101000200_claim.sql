@@ -540,7 +540,8 @@ create function public.claim_jobs(
   awake_for interval default null, except_kinds text[] default null
 ) returns table (
   id uuid, kind text, payload jsonb, attempts int, max_attempts int, lease_token int, context jsonb, progress jsonb,
-  concurrency_key text, created_at timestamptz, lease_expires_at timestamptz, timeout_ms int, suspect boolean
+  concurrency_key text, schedule text, due_at timestamptz, created_at timestamptz, lease_expires_at timestamptz,
+  timeout_ms int, suspect boolean
 )
 language plpgsql set search_path = pg_catalog, pg_temp
 set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set jit = off as $$
@@ -651,10 +652,10 @@ begin
       updated_at = claimed_at
     where j.id = any (ids)
     returning j.id, j.kind, j.payload, j.attempts, j.max_attempts, j.lease_token, j.context, j.progress, j.concurrency_key,
-      j.created_at, j.lease_expires_at, j.priority, j.available_at
+      j.schedule, j.due_at, j.created_at, j.lease_expires_at, j.priority, j.available_at
   )
   select c.id, c.kind, c.payload, c.attempts, coalesce(c.max_attempts, most[array_position(with_settings, c.kind)], 5),
-    c.lease_token, c.context, c.progress, c.concurrency_key, c.created_at, c.lease_expires_at,
+    c.lease_token, c.context, c.progress, c.concurrency_key, c.schedule, c.due_at, c.created_at, c.lease_expires_at,
     coalesce(timeouts[array_position(with_settings, c.kind)], 45000), c.id = any (suspects)
   from claimed c order by c.priority desc, c.available_at, c.id;
 end $$;

@@ -28,6 +28,8 @@ Deno.test("a claimed job is leased to the worker, and the attempt is counted", a
     context: { user: 5 },
     progress: null,
     concurrency_key: null,
+    schedule: null,
+    due_at: null,
     created_at: row.created_at,
     lease_expires_at: row.lease_expires_at,
     timeout_ms: 45000,

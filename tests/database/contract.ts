@@ -141,6 +141,29 @@ export async function useContract(api: Api): Promise<void> {
   // A skipped time, so that the change of the clock is looked for.
   const cron = { cron: "30 2 * * *", time_zone: "Europe/Berlin", after: "2030-03-31T00:00:00Z" };
   assert.deepEqual(await api.call("next_cron_run", cron), ["2030-03-31T01:00:00+00:00"]);
+  const schedule = {
+    name: "app:b",
+    cron: "0 9 * * *",
+    kind: "test",
+    tenant: "t",
+    time_zone: "Europe/Berlin",
+  };
+  const next = await api.call("schedule_job", schedule);
+  assert.deepEqual(await api.call("schedule_job", { ...schedule, overlap: "skip" }), next);
+  const definitions = [{ name: "app:a", cron: "10 seconds", kind: "test", next_run: "2020-01-01T00:00:00Z" }];
+  const ensured = { scheduled: ["app:a"], removed: ["app:b"] };
+  assert.deepEqual(await api.call("ensure_app_schedules", { digest: "x", definitions }), [ensured]);
+  assert.deepEqual(await api.call("ensure_schedules", { definitions, prefix: "app:" }), [
+    { scheduled: [], removed: [] },
+  ]);
+  assert.deepEqual(await api.call("enqueue_due_schedules"), [1]);
+  const listed = await api.call<Row>("list_schedules", { prefix: "app:" });
+  assert.deepEqual(listed.map(({ name, last_status }) => [name, last_status]), [["app:a", "pending"]]);
+  assert.equal((await api.read("schedules", "name", "app:a")).length, 1);
+  assert.deepEqual(await api.call("pause_schedule", { name: "app:a" }), [true]);
+  assert.equal((await api.call("resume_schedule", { name: "app:a" })).length, 1);
+  assert.deepEqual(await api.call("unschedule_job", { name: "app:a" }), [true]);
+  assert.deepEqual(await api.call("unschedule_jobs", { prefix: "app:", tenant: "t" }), [0]);
   await api.call("disable_dispatch");
   await api.call("enable_dispatch");
   assert.ok((await api.call("job_dispatch_health")).length > 0);

@@ -21,6 +21,8 @@ Deno.test("a plain insert of a kind is a complete job, due at once", async () =>
     dedupe_key: null,
     dedupe: "active",
     concurrency_key: null,
+    schedule: null,
+    due_at: null,
     context: null,
     progress: null,
     result: null,

@@ -23,6 +23,8 @@ const claimedJobs = rowsOf({
   context: z.unknown(),
   progress: z.unknown(),
   concurrencyKey: z.string().nullable(),
+  schedule: z.string().nullable(),
+  dueAt: z.string().nullable(),
   createdAt: z.string(),
   leaseExpiresAt: z.string(),
   timeoutMs: z.number(),
