@@ -1,11 +1,12 @@
 -- Dispatch: how work starts.
 --
 --   wake  A trigger on jobs pokes the job-worker function through pg_net when something due was inserted.
---   tick  pg_cron runs private.tick() every 10 seconds: it rescues expired leases, purges what has ended long ago, and pokes
---         workers if jobs are ready.
+--   tick  pg_cron runs private.tick() every 10 seconds: it rescues expired leases, enqueues due schedules, purges what has
+--         ended long ago, and pokes workers if jobs are ready.
 --
 -- A poke is an HTTP request that says "look now". It may be lost or doubled: all state is in the tables, and the tick
--- finds what a lost poke leaves. An idle project makes no function calls, but for those that job_dispatch_health() asks for.
+-- finds what a lost poke leaves. An idle project makes a function call every ten minutes, which finds the schedules that a
+-- deploy has brought, and those that job_dispatch_health() asks for.
 --
 -- The wake may never fail, block or slow an enqueue. It takes no lock that another enqueue could hold, and writes nothing
 -- but the poke: it reads whether a worker has promised to look by itself, or a poke is queued already, and otherwise
@@ -247,22 +248,34 @@ begin
   end loop;
 end $$;
 
--- The tick: rescues what expired, purges, and pokes as many workers as the ready jobs call for: one per 100, at most 5 at work,
--- and one more when jobs were rescued, or one has been ready for a second.
--- Raises 55000 while something is not set up, so that cron's history shows it. An error undoes a whole run: one that has
--- rescued or purged jobs keeps that and is silent, and the next, with nothing to do, says what is wrong.
+-- The tick: rescues what expired, enqueues due schedules, purges, and pokes as many workers as the ready jobs call for:
+-- one per 100, at most 5 at work, and one more when jobs were rescued, or one has been ready for a second. One, too, when
+-- none was poked for ten minutes: a deploy may have brought other schedules of the app's (see ensure_app_schedules()),
+-- which nobody else would find in an idle project. Until the first have come it is after one minute.
+-- What fails undoes nothing of the rest. Where no worker can be poked it raises, such as 55000 while something is not set
+-- up, so that cron's history shows it; all the rest is a warning. A run that has done something keeps that and is silent,
+-- and the next, with nothing to do, says what is wrong.
 create function private.tick() returns void
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 set lock_timeout = '5s' as $$
 declare
-  rescued int;
-  purged int;
+  rescued int := 0;
+  done int := 0;
   ready record;
   wanted int;
   at_work int;
 begin
-  rescued := public.rescue_expired_jobs(1000);
-  purged := public.purge_jobs();
+  for step in 1 .. 3 loop
+    begin
+      case step
+        when 1 then rescued := public.rescue_expired_jobs(1000);
+        when 2 then done := public.enqueue_due_schedules();
+        when 3 then done := done + public.purge_jobs();
+      end case;
+    exception when others then
+      raise warning 'tick: %', sqlerrm;
+    end;
+  end loop;
   begin
     perform private.worker_endpoint();
     delete from private.awake_workers w where w.awake_until < clock_timestamp() - interval '1 minute';
@@ -289,8 +302,14 @@ begin
         perform private.poke('tick');
       end loop;
     end if;
+    if not exists (
+      select from private.pokes p where p.poked_at > clock_timestamp() - make_interval(mins => case
+        when exists (select from private.app_schedules) then 10 else 1 end)
+    ) then
+      perform private.poke('schedules');
+    end if;
   exception when others then
-    if rescued + purged = 0 then raise; end if;
+    if rescued + done = 0 then raise; end if;
   end;
 end $$;
 
@@ -446,7 +465,8 @@ declare
   ready record;
 begin
   foreach item in array array[
-    'extensions', 'project_url', 'cron_secret', 'tick', 'worker', 'ready jobs', 'long jobs', 'leases', 'kinds', 'purge'
+    'extensions', 'project_url', 'cron_secret', 'tick', 'worker', 'ready jobs', 'long jobs', 'leases', 'schedules',
+    'kinds', 'purge'
   ] loop
     begin
       case item
@@ -521,6 +541,17 @@ begin
             else format('one has run out at %s', date_trunc('second', found_at)) end;
           todo := 'The tick takes such jobs back: mend it. If it holds, somebody keeps the job''s row locked: look in '
             'pg_stat_activity; or a trigger of yours raises: the log of Postgres has it as a warning.';
+        when 'schedules' then
+          select min(s.next_run) into found_at from public.schedules s where not s.paused;
+          select string_agg(format('%s (%s)', f.name, f.last_error), ', ') into found_text from (
+            select s.name, s.last_error from public.schedules s where s.last_error is not null order by s.name limit 10
+          ) f;
+          found_at := nullif(found_at, greatest(found_at, clock_timestamp() - interval '30 seconds'));
+          ok := found_at is null and found_text is null;
+          detail := coalesce('failed: ' || left(found_text, 300),
+            'one is overdue since ' || date_trunc('second', found_at), 'none is overdue');
+          todo := 'Mend what is named, and run select resume_schedule(name) where that is paused. The tick enqueues what '
+            'is due: mend it. If it holds, look in pg_stat_activity for what keeps a schedule''s row locked.';
         when 'kinds' then
           -- Of jobs that died within the last day because no worker knew their kind: see declare_job_kinds.
           select string_agg(distinct d.kind, ', ') into found_text from (

@@ -15,6 +15,7 @@ import {
   setUpDispatch,
   sharedDatabase,
 } from "./queue.ts";
+import { addSchedules, makeDue } from "./schedules.ts";
 
 const db = sharedDatabase();
 
@@ -85,6 +86,7 @@ Deno.test("when all is set up and runs, every item holds and nothing is to be do
     "ready jobs",
     "long jobs",
     "leases",
+    "schedules",
     "kinds",
     "purge",
   ]);
@@ -387,6 +389,28 @@ Deno.test("a lease that ran out half a minute ago is a sign that nothing takes j
   assert.match(`${detail} ${todo}`, /^one has run out at .*The tick takes such jobs back/);
 });
 
+Deno.test("a schedule that is overdue for half a minute, or that fails, is a sign of trouble; one that is paused is none", async () => {
+  await addSchedules(db.sql, ["a", "b", "c"]);
+  const found = () => item(db.sql, "schedules");
+  assert.deepEqual(await found(), { ok: true, detail: "none is overdue", todo: null });
+  await makeDue(db.sql, "a", "29 seconds");
+  await makeDue(db.sql, "b", "1 hour");
+  await db.sql`select pause_schedule('b')`;
+  assert.equal((await found()).ok, true);
+  await makeDue(db.sql, "a", "31 seconds");
+  const overdue = await found();
+  assert.equal(overdue.ok, false);
+  assert.match(`${overdue.detail} ${overdue.todo}`, /^one is overdue since .*The tick enqueues/);
+
+  await db
+    .sql`update schedules set next_run = '2040-01-01', last_error = 'out of luck' where name in ('a', 'c')`;
+  const failed = await found();
+  assert.deepEqual([failed.ok, failed.detail], [false, "failed: a (out of luck), c (out of luck)"]);
+  assert.match(failed.todo ?? "", /resume_schedule/);
+  await db.sql`select resume_schedule('a'), pause_schedule('c')`;
+  assert.equal((await found()).ok, true);
+});
+
 Deno.test("kinds that no worker knew are named, until their dead jobs are run again or deleted", async () => {
   for (
     const [kind, error] of [["resize", "unknown_kind: resize"], ["resize", "unknown_kind: resize"], [
@@ -421,7 +445,7 @@ Deno.test("whatever the session's time zone and date style, times are UTC and th
 Deno.test("service_role may ask, although it may read none of what is asked", async () => {
   const api = db.connect("authenticator", { max: 1 });
   await api`set role service_role`;
-  assert.equal((await api`select * from job_dispatch_health()`).length, 10);
+  assert.equal((await api`select * from job_dispatch_health()`).length, 11);
   await assert.rejects(api`select * from private.pokes`, { code: "42501" });
   assert.ok(only(await api`select current_user as role`).role === "service_role");
 });

@@ -15,6 +15,7 @@ import {
   setUpDispatch,
   sharedDatabase,
 } from "./queue.ts";
+import { addSchedules, makeDue } from "./schedules.ts";
 
 const db = sharedDatabase();
 
@@ -124,13 +125,16 @@ Deno.test("an extension that is missing is named", async (t) => {
 Deno.test("it removes pokes older than six hours and promises that ran out a minute ago", async () => {
   await setUpDispatch(db);
   await db.sql`
-    insert into private.pokes values (1, 'old', clock_timestamp() - interval '361 minutes'),
-      (2, 'new', clock_timestamp() - interval '359 minutes')`;
+    insert into private.pokes values (-1, 'old', clock_timestamp() - interval '361 minutes'),
+      (-2, 'new', clock_timestamp() - interval '359 minutes')`;
   await db.sql`
     insert into private.awake_workers values ('old', clock_timestamp() - interval '61 seconds'),
       ('new', clock_timestamp() - interval '30 seconds')`;
   await db.sql`select private.tick()`;
-  assert.deepEqual((await db.sql`select reason from private.pokes`).map(({ reason }) => reason), ["new"]);
+  assert.deepEqual(
+    (await db.sql`select reason from private.pokes where request_id < 0`).map(({ reason }) => reason),
+    ["new"],
+  );
   assert.deepEqual((await db.sql`select worker from private.awake_workers`).map(({ worker }) => worker), [
     "new",
   ]);
@@ -215,6 +219,81 @@ Deno.test("what is rescued gets a worker at once, although the one that was lost
   }`;
   await db.sql`select private.tick()`;
   assert.equal(await queuedPokes(db.sql), 1);
+});
+
+Deno.test("it enqueues due schedules, and a worker is poked for their jobs", async () => {
+  await setUpDispatch(db);
+  await addSchedules(db.sql, ["a", "b"]);
+  await makeDue(db.sql, "a");
+  await db.sql`select private.tick()`;
+  assert.equal(only(await db.sql`select schedule from jobs`).schedule, "a");
+  assert.equal(await queuedPokes(db.sql), 1);
+});
+
+Deno.test("what fails of a tick undoes nothing of the rest, and is a warning", async () => {
+  for (
+    const broken of [
+      "rescue_expired_jobs(max_jobs int)",
+      "enqueue_due_schedules()",
+      "purge_jobs(max_jobs int)",
+    ]
+  ) {
+    await using db = await createDatabase();
+    await setUpDispatch(db);
+    await db.sql`insert into private.pokes values (-1, 'schedules')`;
+    await addSchedules(db.sql, ["a"]);
+    await db.sql`insert into jobs (kind) values ('lost'), ('old')`;
+    await db.sql`select * from claim_jobs('w', 1, kinds => '{lost}')`;
+    await db.sql`
+      update jobs set status = 'succeeded', finished_at = clock_timestamp() - interval '10 days' where kind = 'old'`;
+    await expireLeases(db.sql);
+    await makeDue(db.sql, "a");
+    await emptyNetQueue(db.sql);
+    const { definition } = only(
+      await db.sql`select pg_get_functiondef(${broken.split("(")[0] ?? ""}::regproc) as definition`,
+    );
+    const broke = definition.replace(
+      /\$function\$[^]*\$function\$/,
+      "$f$ begin raise exception 'it broke'; end $f$",
+    );
+    await db.sql.unsafe(broke);
+    const warnings: string[] = [];
+    const sql = db.connect("postgres", { max: 1, onnotice: ({ message }) => warnings.push(message ?? "") });
+    await sql`select private.tick()`;
+    assert.deepEqual(warnings, ["tick: it broke"]);
+    const done = only(
+      await db.sql`
+        select count(*) filter (where schedule = 'a') = 1 as enqueued,
+          count(*) filter (where kind = 'lost' and status = 'pending') = 1 as rescued,
+          count(*) filter (where kind = 'old') = 0 as purged
+        from jobs`,
+    );
+    assert.deepEqual({ ...done }, {
+      rescued: !broken.startsWith("rescue"),
+      enqueued: !broken.startsWith("enqueue"),
+      purged: !broken.startsWith("purge"),
+    });
+    assert.equal(await queuedPokes(db.sql), 1);
+  }
+});
+
+Deno.test("in an idle project it pokes a worker every ten minutes, since a deploy may have brought other schedules", async () => {
+  await setUpDispatch(db);
+  const tick = async (ago: string) => {
+    await db.sql`delete from private.pokes where true`;
+    await db.sql`insert into private.pokes values (-1, 'wake', clock_timestamp() - ${ago}::interval)`;
+    await db.sql`select private.tick()`;
+    return (await db.sql`select reason from private.pokes where request_id > 0`).map(({ reason }) => reason);
+  };
+  assert.deepEqual(await tick("59 seconds"), []);
+  assert.deepEqual(await tick("61 seconds"), ["schedules"], "every minute, until the first have come");
+  await db.sql`select ensure_app_schedules('1', '[]')`;
+  assert.deepEqual(await tick("599 seconds"), []);
+  assert.deepEqual(await tick("601 seconds"), ["schedules"]);
+  await enqueue(db.sql);
+  assert.deepEqual(await tick("601 seconds"), ["tick"], "whatever a worker is poked for");
+  await db.sql`select private.tick()`;
+  assert.equal((await db.sql`select from private.pokes where request_id > 0`).count, 1);
 });
 
 /** How many pokes one tick queues, when nothing else is queued. */
