@@ -1,10 +1,17 @@
 import { join } from "node:path";
 import { setTimeout as delay } from "node:timers/promises";
 import { parseArgs } from "node:util";
+import { ensureAppSchedules, loadAppSchedules } from "../supabase/functions/_schedules/app.ts";
 import { useTransport } from "../supabase/functions/_shared/database.ts";
 import { surviveUncaughtErrors } from "../supabase/functions/_shared/edge_runtime.ts";
 import { errorText, JobError } from "../supabase/functions/_shared/errors.ts";
-import { loadApp, purgeJobs, rescueExpiredJobs, workJobs } from "../supabase/functions/_shared/jobs.ts";
+import {
+  enqueueDueSchedules,
+  loadApp,
+  purgeJobs,
+  rescueExpiredJobs,
+  workJobs,
+} from "../supabase/functions/_shared/jobs.ts";
 import { log } from "../supabase/functions/_shared/log.ts";
 import { passes, reportLostAttempts } from "../supabase/functions/_shared/worker.ts";
 import { connectDirectly } from "./direct.ts";
@@ -47,7 +54,7 @@ Object.defineProperty(globalThis, "EdgeRuntime", {
 const { kinds, slots, stopMs } = readOptions();
 await readEnvironment();
 // Not before: what the app loads may read its settings.
-const app = await loadApp();
+const [app] = await Promise.all([loadApp(), loadAppSchedules()]);
 const unknown = kinds?.find((kind) => !Object.hasOwn(app.kinds, kind));
 if (unknown !== undefined) fail(`_app declares no kind "${unknown}"\n${USAGE}`);
 const databaseUrl = Deno.env.get("DATABASE_URL");
@@ -112,11 +119,22 @@ async function workOn(): Promise<void> {
   }
 }
 
-/** Rescue and purge every ten seconds, as the tick does and whether or not it runs; and the reports that any worker makes. */
+/**
+ * The app's schedules, and every ten seconds due schedules, rescue and purge, as the tick does and whether or not it runs; and
+ * the reports that any worker makes.
+ */
 async function keepUp(): Promise<void> {
   while (!stopping.signal.aborted) {
     // What one of them meets is not to keep the others from their work.
-    for (const task of [() => rescueExpiredJobs(), () => purgeJobs(), reportLostAttempts]) {
+    for (
+      const task of [
+        ensureAppSchedules,
+        enqueueDueSchedules,
+        () => rescueExpiredJobs(),
+        () => purgeJobs(),
+        reportLostAttempts,
+      ]
+    ) {
       try {
         await task();
       } catch (error) {

@@ -205,9 +205,9 @@ export async function startFunction(
  */
 export async function makeApp(app = "tests/app"): Promise<string> {
   const dir = await Deno.makeTempDir({ prefix: "nightshift-app-" });
-  const functions = ["_shared", "_webhooks", "job-worker", "webhook-inbox", "drain"].map((name) =>
-    `functions/${name}`
-  );
+  const functions = ["_shared", "_schedules", "_webhooks", "job-worker", "webhook-inbox", "drain"].map((
+    name,
+  ) => `functions/${name}`);
   for (const path of functions) {
     await copyTree(join(projectDir, "supabase", path), join(dir, "supabase", path));
   }
@@ -246,20 +246,27 @@ export function shortLease(
   heartbeatMs: number,
   more: Record<string, string> = {},
 ): (appDir: string) => Promise<void> {
-  const changes = {
-    "LEASE_SECONDS = 60": `LEASE_SECONDS = ${seconds}`,
-    "HEARTBEAT_MS = 20_000": `HEARTBEAT_MS = ${heartbeatMs}`,
-    ...more,
-  };
-  return async (appDir) => {
-    const path = join(appDir, "supabase/functions/_shared/worker.ts");
-    let text = await Deno.readTextFile(path);
-    for (const [from, to] of Object.entries(changes)) {
-      if (!text.includes(`const ${from};`)) throw new Error(`worker.ts has no "const ${from};"`);
-      text = text.replace(`const ${from};`, `const ${to};`);
-    }
-    await Deno.writeTextFile(path, text);
-  };
+  return (appDir) =>
+    changeConstants(appDir, "_shared/worker.ts", {
+      "LEASE_SECONDS = 60": `LEASE_SECONDS = ${seconds}`,
+      "HEARTBEAT_MS = 20_000": `HEARTBEAT_MS = ${heartbeatMs}`,
+      ...more,
+    });
+}
+
+/** For `prepare`: other values for constants of a file below supabase/functions. Throws when it no longer has one of them. */
+export async function changeConstants(
+  appDir: string,
+  file: string,
+  changes: Record<string, string>,
+): Promise<void> {
+  const path = join(appDir, "supabase/functions", file);
+  let text = await Deno.readTextFile(path);
+  for (const [from, to] of Object.entries(changes)) {
+    if (!text.includes(`const ${from};`)) throw new Error(`${file} has no "const ${from};"`);
+    text = text.replace(`const ${from};`, `const ${to};`);
+  }
+  await Deno.writeTextFile(path, text);
 }
 
 /** A generator of numbers from 0 to 1 that gives the same ones for the same seed (mulberry32). */

@@ -133,7 +133,7 @@ async function deploy(t: Deno.TestContext, cli: string): Promise<void> {
     for (const [path, text] of files) {
       assert.match(
         path,
-        /^supabase\/functions\/(deno\.json|(_app|_shared|_webhooks|drain|job-worker|webhook-inbox)\/[\w\/-]+\.ts)$/,
+        /^supabase\/functions\/(deno\.json|(_app|_schedules|_shared|_webhooks|drain|job-worker|webhook-inbox)\/[\w\/-]+\.ts)$/,
       );
       assert(!text.includes(planted) && !text.includes(cronSecret), path);
     }

@@ -64,6 +64,8 @@ export async function attempt(app: App, entry: Held): Promise<Outcome> {
       isLastAttempt: job.attempts >= job.maxAttempts,
       context: job.context,
       createdAt: new Date(job.createdAt),
+      schedule: job.schedule,
+      dueAt: job.dueAt === null ? null : new Date(job.dueAt),
       signal: controller.signal,
       get progress() {
         return keep().progress;

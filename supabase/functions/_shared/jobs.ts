@@ -15,6 +15,7 @@ export { JobError, PermanentError, RetryAfterError, SnoozeError } from "./errors
 export type { Job } from "./kinds.ts";
 export * from "./queue.ts";
 export { retryAfterSeconds } from "./retry_after.ts";
+export * from "../_schedules/schedules.ts";
 export { defineWebhookSource, receiveWebhook, type WebhookMessage } from "../_webhooks/sources.ts";
 
 type Kinds = typeof kinds;
@@ -82,8 +83,8 @@ export async function enqueueJobs(jobs: NewJob[]): Promise<{ id: string; created
 
 const enqueued = z.array(z.object({ id: z.string(), created: z.boolean() }));
 
-/** The arguments of enqueue_job, once the payload fits. */
-async function toArguments(where: string, kind: Kind, payload: unknown, options: EnqueueOptions) {
+/** The arguments of enqueue_job, once the payload fits. Throws as enqueueJob does, `where` first. */
+export async function toArguments(where: string, kind: Kind, payload: unknown, options: EnqueueOptions) {
   if (!Object.hasOwn(kinds, kind)) {
     const detail = `${where}: no kind ${JSON.stringify(kind)}`;
     throw new JobError("unknown_kind", detail, "Declare it in _app/kinds.ts.");

@@ -1,4 +1,7 @@
-import type { z } from "zod";
+import { z } from "zod";
+
+/** A list of kinds, as the functions take it. */
+export const kindNames = z.array(z.string().regex(/^[a-z][a-z0-9_]{0,62}$/)).min(1).max(1000).optional();
 
 /** What the code says about a kind: the schema of its payload, and settings that an operator may override in job_kinds. */
 export interface KindDeclaration {
@@ -35,6 +38,9 @@ export interface Job {
   /** Who asked for the job, as recorded at enqueue. */
   context: unknown;
   createdAt: Date;
+  /** The schedule that enqueued it, and the time for which it did: the first one, when several were missed. */
+  schedule: string | null;
+  dueAt: Date | null;
   /**
    * Aborts when the attempt runs out of time, the job is cancelled, its lease is lost or the worker must stop. Pass it to
    * fetch.

@@ -1,7 +1,9 @@
 import { z } from "zod";
-// loadApp() loads them; named here, whatever bundles this function takes them along.
+// loadApp() and loadAppSchedules() load them; named here, whatever bundles this function takes them along.
 import "../_app/handlers.ts";
+import "../_app/schedules.ts";
 import "../_app/webhooks.ts";
+import { ensureAppSchedules, loadAppSchedules } from "../_schedules/app.ts";
 import { describeIssue } from "../_shared/attempt.ts";
 import { requiredEnv, serviceClient } from "../_shared/database.ts";
 import { retirement, shutdown, surviveUncaughtErrors } from "../_shared/edge_runtime.ts";
@@ -14,17 +16,18 @@ import {
   refuseWithoutCronSecret,
 } from "../_shared/http.ts";
 import { loadApp, wakeJobWorker, workJobs } from "../_shared/jobs.ts";
+import { kindNames } from "../_shared/kinds.ts";
 import { log } from "../_shared/log.ts";
 
 const requestBody = z.strictObject({
-  kinds: z.array(z.string().regex(/^[a-z][a-z0-9_]{0,62}$/)).min(1).max(1000).optional(),
+  kinds: kindNames,
   maxJobs: z.int().min(1).max(1000).optional(),
   /** Work first and answer with what was done; else answer 202 at once and work on. */
   wait: z.boolean().default(false),
 });
 
 // What does not load, or go together, shows when the function starts, not when a job comes.
-await loadApp();
+await Promise.all([loadApp(), loadAppSchedules()]);
 surviveUncaughtErrors();
 
 Deno.serve(async (request) => {
@@ -42,6 +45,7 @@ Deno.serve(async (request) => {
     log("error", "not_configured", { error: errorText(error) });
     return notConfigured();
   }
+  EdgeRuntime.waitUntil(keepAppSchedules()); // no job waits for them
 
   if (wait) {
     try {
@@ -55,6 +59,14 @@ Deno.serve(async (request) => {
   EdgeRuntime.waitUntil(workOn(options));
   return Response.json({ accepted: true }, { status: 202 });
 });
+
+async function keepAppSchedules(): Promise<void> {
+  try {
+    await ensureAppSchedules();
+  } catch (error) {
+    log("error", "app_schedules_failed", { error: errorText(error) }, error);
+  }
+}
 
 /** Works until nothing is ready. With backlog left when this worker has done its share, a successor is woken. */
 async function workOn(options: { kinds?: string[]; maxJobs?: number }): Promise<void> {

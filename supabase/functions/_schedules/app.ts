@@ -1,0 +1,44 @@
+import { createHash } from "node:crypto";
+import { callDatabase } from "../_shared/database.ts";
+import { log } from "../_shared/log.ts";
+import { type AppSchedules, ensured, scheduleArguments } from "./schedules.ts";
+
+/** The schedules that _app/schedules.ts declares: `app:<name>` in the database. */
+
+type Definitions = Record<string, unknown>[];
+
+let loaded: Promise<Definitions> | undefined;
+
+/** The app's schedules, read and checked at the first call: throws as scheduleJob does when a payload does not fit. */
+export const loadAppSchedules = (): Promise<Definitions> => loaded ??= load();
+
+async function load(): Promise<Definitions> {
+  const { schedules }: { schedules: AppSchedules } = await import("../_app/schedules.ts");
+  return await Promise.all(
+    Object.entries(schedules).map(([name, schedule]) =>
+      scheduleArguments(`_app/schedules.ts: ${name}`, { name: `app:${name}`, ...schedule })
+    ),
+  );
+}
+
+let inStep: Promise<void> | undefined;
+
+/**
+ * Brings the database in step with the app's schedules, once in this process: nothing is looked at there when they are those
+ * of the last time. Throws what the database refuses; the next call tries again.
+ */
+export function ensureAppSchedules(): Promise<void> {
+  return inStep ??= bringInStep().catch((error) => {
+    inStep = undefined;
+    throw error;
+  });
+}
+
+async function bringInStep(): Promise<void> {
+  const definitions = await loadAppSchedules();
+  const digest = createHash("sha256").update(JSON.stringify(definitions)).digest("hex");
+  const { scheduled, removed } = ensured.parse(
+    await callDatabase("ensure_app_schedules", { digest, definitions }),
+  );
+  if (scheduled.length + removed.length > 0) log("info", "app_schedules_changed", { scheduled, removed });
+}
