@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { join } from "node:path";
-import { startFunction, startTestStack, type TestStack, until } from "../support.ts";
+import { changeConstants, startFunction, startTestStack, type TestStack, until } from "../support.ts";
 import { type SentryEvent, type SentryServer, startSentry } from "./sentry_server.ts";
 
 /** Errors reach Sentry, and no job waits for that. */
@@ -16,12 +16,8 @@ Deno.test.beforeAll(async () => {
     dispatch: false,
     env,
     // The same with less patience, so that nobody has to wait for its end.
-    async prepare(appDir) {
-      const path = join(appDir, "supabase/functions/_shared/sentry.ts");
-      const text = await Deno.readTextFile(path);
-      assert(text.includes("const SEND_MS = 3_000;"));
-      await Deno.writeTextFile(path, text.replace("const SEND_MS = 3_000;", "const SEND_MS = 1_000;"));
-    },
+    prepare: (appDir) =>
+      changeConstants(appDir, "_shared/sentry.ts", { "SEND_MS = 3_000": "SEND_MS = 1_000" }),
   });
 });
 Deno.test.afterAll(async () => {

@@ -1,3 +1,4 @@
+import { AsyncLocalStorage } from "node:async_hooks";
 import type {} from "./edge_runtime.ts"; // declares EdgeRuntime
 import { errorText } from "./errors.ts";
 
@@ -13,8 +14,12 @@ export function log(
   thrown?: unknown,
 ): void {
   writeLine(level, event, fields);
+  logWatch.getStore()?.(level, event, fields, thrown);
   if (level === "error" && Deno.env.get("SENTRY_DSN")) report(event, fields, thrown);
 }
+
+/** Who is told of what is logged beneath its own call, and nowhere else: a drain, of what goes wrong in it. */
+export const logWatch = new AsyncLocalStorage<typeof log | undefined>();
 
 /** What Supabase keeps of a line of the log; what is cut is no JSON. */
 const MAX_LINE_LENGTH = 10_000;

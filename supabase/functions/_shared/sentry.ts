@@ -13,26 +13,27 @@ const SEND_MS = 3_000;
 /** Sentry cuts texts at 8,192 characters. The whole text is in the log and in job_failures. */
 const MAX_TEXT_LENGTH = 4_000;
 
-interface Report {
-  event: string;
-  fields: Record<string, unknown>;
-  thrown: unknown;
-}
+type Capture = (client: NonNullable<ReturnType<typeof connect>>) => unknown;
 
-const waiting: Report[] = [];
+const waiting: Capture[] = [];
 let dropped = 0;
 /** How many of the batch at hand Sentry has taken, and why it has not taken the first that it has not. */
 let taken = 0;
 let reason: string | undefined;
 let draining: Promise<void> | undefined;
 
-/**
- * Queues an event with the fields `id`, `kind` and `attempt` as tags. The promise resolves when nothing waits any more: sent,
- * or given up with a line `report_failed` in the log.
- */
+/** Sends an event with the fields `id`, `kind` and `attempt` as tags. */
 export function report(event: string, fields: Record<string, unknown>, thrown: unknown): Promise<void> {
+  return send((client) => capture(client, event, fields, thrown));
+}
+
+/**
+ * Queues what gives the client one thing to send. The promise resolves when nothing waits any more: sent, or given up with a
+ * line `report_failed` in the log.
+ */
+export function send(capture: Capture): Promise<void> {
   if (!client) return Promise.resolve();
-  if (waiting.length < MAX_WAITING) waiting.push({ event, fields, thrown });
+  if (waiting.length < MAX_WAITING) waiting.push(capture);
   else dropped++;
   return draining ??= drain();
 }
@@ -43,7 +44,7 @@ async function drain(): Promise<void> {
       const batch = waiting.splice(0, BATCH);
       taken = 0;
       reason = undefined;
-      batch.forEach(capture);
+      for (const capture of batch) if (client) capture(client);
       await client?.flush(SEND_MS + 1_000);
       // Nobody is to wait for a Sentry that takes nothing, or wants none for a while.
       if (taken === 0) dropped += waiting.splice(0).length;
@@ -58,7 +59,12 @@ async function drain(): Promise<void> {
   }
 }
 
-function capture({ event, fields: { id, kind, attempt, error, ...extra }, thrown }: Report): void {
+function capture(
+  client: Parameters<Capture>[0],
+  event: string,
+  { id, kind, attempt, error, ...extra }: Record<string, unknown>,
+  thrown: unknown,
+): void {
   const scope = new Scope();
   for (const [tag, value] of Object.entries({ event, job_id: id, kind, attempt })) {
     if (value !== undefined) scope.setTag(tag, String(value));
@@ -69,7 +75,7 @@ function capture({ event, fields: { id, kind, attempt, error, ...extra }, thrown
       // The SDK passes over an error that it has seen: in another job, or in the app's own Sentry.
       Reflect.deleteProperty(thrown, "__sentry_captured__");
       const mechanism = { type: "generic", handled: true };
-      client?.captureException(thrown, { originalException: thrown, mechanism }, scope);
+      client.captureException(thrown, { originalException: thrown, mechanism }, scope);
       return;
     }
   } catch {
@@ -78,7 +84,7 @@ function capture({ event, fields: { id, kind, attempt, error, ...extra }, thrown
   const text = String(error ?? extra.todo ?? "");
   // What the engine says names the cause up to the first colon, such as handler_timeout; the rest differs.
   scope.setFingerprint([event, String(kind ?? ""), text.split(":", 1)[0] ?? ""]);
-  client?.captureMessage(text ? `${event}: ${text}` : event, "error", {}, scope);
+  client.captureMessage(text ? `${event}: ${text}` : event, "error", {}, scope);
 }
 
 /**

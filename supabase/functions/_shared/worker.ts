@@ -41,6 +41,10 @@ export interface WorkOptions {
   slots?: number;
   /** A job is claimed only if its kind's timeout still fits into this; 70,000 by default. */
   lifetimeMs?: number;
+  /** Nothing is claimed after this; its lifetime by default. */
+  budgetMs?: number;
+  /** From when lifetime and budget count, on performance.now()'s clock; now by default. */
+  startedAt?: number;
   /** At most this many jobs; 500 by default. */
   maxJobs?: number;
   /**
@@ -64,7 +68,7 @@ export interface WorkOptions {
 
 export interface WorkReport {
   results: Settled[];
-  /** Ended by lifetime, cap or signal while jobs were ready, or were expected by a worker that lingers. */
+  /** Ended by budget or signal, or by lifetime or cap while jobs were ready, or were expected by a worker that lingers. */
   backlog: boolean;
 }
 
@@ -96,7 +100,7 @@ export function wakeWorker(app: App, options: WorkOptions): Promise<WorkReport> 
 
 /** How long an attempt of each kind may run, in ms, as this isolate last heard; the claim says it exactly. */
 let timeouts: Map<string, number> | undefined;
-const timeoutOf = (kind: string) => timeouts?.get(kind) ?? 0;
+export const timeoutOf = (kind: string) => timeouts?.get(kind) ?? 0;
 
 /**
  * What is over after a while: no connection, conflict, no resources, lock timeout, intervention by an operator; a database
@@ -114,7 +118,8 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
   const { slots = 10, signal, retirement, linger = false, longRunning } = options;
   const { lifetimeMs = longRunning ? Infinity : 70_000, maxJobs = longRunning ? Infinity : 500 } = options;
   const worker = longRunning?.worker ?? `edge-${crypto.randomUUID().slice(0, 8)}`;
-  const endsAt = performance.now() + lifetimeMs;
+  const { startedAt = performance.now(), budgetMs = Infinity } = options;
+  const endsAt = startedAt + lifetimeMs;
   const held = new Set<Held>();
   const results: Settled[] = [];
   const bell = createBell();
@@ -197,6 +202,7 @@ export async function work(app: App, options: WorkOptions): Promise<WorkReport> 
         // Whoever waits for the report is told that there may be more.
         return full || !linger;
       }
+      if (performance.now() >= startedAt + budgetMs) return true;
       if (claimed >= maxJobs) return full;
       const claims = claimable();
       const lingers = linger && performance.now() - lastWork < LINGER_MS;
