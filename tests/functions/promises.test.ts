@@ -88,6 +88,8 @@ const promises: Record<string, (run: Run) => Promise<void>> = {
     const [stored] = await stack.sql`select created_at from jobs where id = ${id}`;
     const createdAt = stored?.created_at.toISOString();
     const told = {
+      schedule: null,
+      dueAt: null,
       id,
       kind: "describe",
       attempts: 1,
@@ -96,6 +98,17 @@ const promises: Record<string, (run: Run) => Promise<void>> = {
       context: { user: 7 },
     };
     assert.partialDeepStrictEqual(result, { ...told, createdAt, amount: 12.5, aborted: false });
+  },
+
+  async "brings the app's schedules in step when it starts, and enqueues what is due, whose job knows it"() {
+    const due = await until("the job", async () => {
+      const [row] = await stack.sql`
+        select result, due_at from jobs where schedule = 'due' and status = 'succeeded'`;
+      return row;
+    });
+    assert.partialDeepStrictEqual(due.result, { schedule: "due", dueAt: due.due_at.toISOString() });
+    const names = (await stack.sql`select name from schedules`).map(({ name }) => name);
+    assert.deepEqual(names, ["app:echo", "due"]);
   },
 
   async "leaves a payload that does not fit, and a kind that nobody knows, dead at once"() {
@@ -290,6 +303,14 @@ const promises: Record<string, (run: Run) => Promise<void>> = {
           limited: false,
         }],
       }],
+      ["next_cron_run", { cron: "0 0 29 2 *", after: "2026-01-01" }, {
+        answer: "2028-02-29T00:00:00+00:00",
+      }],
+      ["ensure_schedules", { definitions: [], prefix: "no such" }, {
+        answer: { scheduled: [], removed: [] },
+      }],
+      ["list_schedules", { prefix: "no such" }, { answer: [] }],
+      ["resume_schedule", { name: "no such" }, { answer: null }],
       ["enqueue_job", { kind: "echo", priority: 1000 }, { code: "22023" }],
       ["enqueue_job", { kind: "echo", delay: "soon" }, { code: "22007" }],
       ["retry_jobs", { ids: null, kind: null }, {
@@ -317,6 +338,11 @@ const promises: Record<string, (run: Run) => Promise<void>> = {
 
 async function keep(transport: TransportName, t: Deno.TestContext): Promise<void> {
   const start = () => startWorker(stack, databaseEnv(stack, transport), ["--stop-seconds", "1"]);
+  await stack.sql`delete from jobs where schedule is not null`;
+  await stack.sql`delete from private.app_schedules`;
+  await stack.sql`delete from schedules`;
+  await stack.sql`
+    select schedule_job('due', '@daily', 'describe', '{"amount": "1"}', next_run => clock_timestamp())`;
   const run: Run = { start, worker: await start() };
   try {
     for (const [promise, kept] of Object.entries(promises)) await t.step(promise, () => kept(run));
