@@ -1,7 +1,9 @@
 import assert from "node:assert/strict";
 import { join } from "node:path";
 import postgres from "postgres";
-import { projectDir, templateMigrations } from "../support.ts";
+import { startGateway } from "../../scripts/local/gateway.ts";
+import { makeKeys } from "../../scripts/local/keys.ts";
+import { cronSecret, projectDir, startFunction, templateMigrations } from "../support.ts";
 import { installPostgres15 } from "../postgres_15/install.ts";
 import { type BareDatabase, startBareServer } from "./bare.ts";
 import { sqlApi, useContract } from "./contract.ts";
@@ -238,8 +240,44 @@ Deno.test("the migrations, applied with the real CLI", async (t) => {
     await assert.rejects(service`select enable_dispatch()`, { code: "55000", message: /pg_cron/ });
     await service`select disable_dispatch()`;
     await assert.rejects(db.sql`select private.tick()`, { code: "55000", message: /pg_net/ });
+    await drainAlone(db);
   });
 });
+
+/** Where nothing ticks and pokes, calls of the drain do all of it. */
+async function drainAlone({ sql, url }: BareDatabase): Promise<void> {
+  const keys = await makeKeys();
+  const gateway = await startGateway({ port: 0, databaseUrl: url("authenticator"), keys, functions: {} });
+  try {
+    await using drain = await startFunction("drain", {
+      CRON_SECRET: cronSecret,
+      SUPABASE_URL: `http://127.0.0.1:${gateway.port}`,
+      SUPABASE_SECRET_KEYS: JSON.stringify({ default: keys.secretKey }),
+    });
+    const call = async () =>
+      await (await drain.fetch("", { headers: { Authorization: `Bearer ${cronSecret}` } })).json();
+    await sql`delete from jobs where true`;
+    await sql`select enqueue_job('echo')`;
+    await sql`select from claim_jobs('gone')`;
+    await sql`update jobs set lease_expires_at = clock_timestamp() where status = 'running'`;
+    await sql`select enqueue_job('fail_first', '{"times": 1}')`;
+    await sql`select schedule_job('due', '@hourly', 'echo', next_run => clock_timestamp())`;
+    await sql`insert into jobs (kind, status, finished_at) values ('old', 'succeeded', now() - interval '8 days')`;
+    const counts = (succeeded: number, failed = 0) => ({ succeeded, failed, dead: 0 });
+    const done = { schedules: 1, budgetExhausted: false, errors: 0 };
+    assert.deepEqual(await call(), { ...done, queues: { echo: counts(2), fail_first: counts(0, 1) } });
+    await sql`update jobs set available_at = clock_timestamp() where kind = 'fail_first'`;
+    assert.deepEqual(await call(), { ...done, schedules: 0, queues: { fail_first: counts(1) } });
+    const rows = await sql`select kind, status, attempts, schedule from jobs order by id`;
+    assert.deepEqual(rows.map((row) => Object.values(row)), [
+      ["echo", "succeeded", 2, null],
+      ["fail_first", "succeeded", 2, null],
+      ["echo", "succeeded", 1, "due"],
+    ], "what was to be purged is gone");
+  } finally {
+    await gateway.stop();
+  }
+}
 
 Deno.test("on Postgres 15 as well", async (t) => {
   await using server = await startBareServer(await installPostgres15());

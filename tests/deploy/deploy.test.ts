@@ -111,6 +111,13 @@ async function deploy(t: Deno.TestContext, cli: string): Promise<void> {
         "supabase/functions/job-worker/notes.md",
       ]
     ) await Deno.writeTextFile(join(clone.dir, path), `# ${planted}\n`);
+    const schedules = join(clone.dir, "supabase/functions/_app/schedules.ts");
+    const declared = 'schedules = { hello: { cron: "@yearly", kind: "send_email", payload: ' +
+      '{ to: "ada@example.com", template: "welcome" } } }';
+    await Deno.writeTextFile(
+      schedules,
+      (await Deno.readTextFile(schedules)).replace("schedules = {}", declared),
+    );
     const { code, output } = await runScript();
     assert.equal(code, 0, output);
     assert.deepEqual(names.filter((name) => !api.uploads.has(name)), []);
@@ -156,6 +163,11 @@ async function deploy(t: Deno.TestContext, cli: string): Promise<void> {
           : /^(npm:(@\w+\/)?[\w-]+@\d+\.\d+\.\d+|node:\w+)$/.test(imports[what] ?? what);
         assert(found, `${from} imports ${what}`);
       }
+      const hasDrain = ["_schedules/drain.ts", "_app/drain.ts"].map((path) =>
+        upload.files.has(`supabase/functions/${path}`)
+      );
+      const isDrain = upload.slug === "drain";
+      assert.deepEqual(hasDrain, [isDrain, isDrain], `${upload.slug} loads what only the drain needs`);
     }
   });
 
@@ -238,6 +250,13 @@ async function deploy(t: Deno.TestContext, cli: string): Promise<void> {
         return job?.status === "succeeded";
       };
     };
+
+    // Nobody has called a function yet: the tick does, while it knows of no schedules of an app.
+    await sql`select private.tick()`;
+    await until(
+      "the app's schedule",
+      async () => (await sql`select from schedules where name = 'app:hello'`).count === 1,
+    );
 
     // By the poke that the insert sends, with the address and the secret that the push put into Vault.
     await until("the mail's job", await enqueue("ada@example.com"), 20_000);

@@ -153,6 +153,33 @@ Deno.test("errors of the worker itself are reported", async () => {
   assert.match(String(event?.extra.worker), /^edge-/);
 });
 
+Deno.test("a drain checks in when it starts and when it ends, as an error when something went wrong in it", async () => {
+  const { sql } = stack;
+  const drain = async () => {
+    assert.equal((await stack.call("drain")).status, 200);
+    return sentry.checkIns.splice(0);
+  };
+  const [started, ended, ...more] = await drain();
+  const same = {
+    monitor_slug: "drain",
+    environment: "testing",
+    release: "app@1.2.3",
+    check_in_id: started?.check_in_id,
+  };
+  const schedule = { type: "interval", value: 1, unit: "minute" };
+  assert.match(started?.check_in_id ?? "", /^[0-9a-f]{32}$/);
+  assert.partialDeepStrictEqual(started, { ...same, status: "in_progress", monitor_config: { schedule } });
+  assert.partialDeepStrictEqual(ended, { ...same, status: "ok" });
+  assert(Number(ended?.duration) > 0 && Number(ended?.duration) < 10);
+  assert.deepEqual(more, []);
+
+  await sql`revoke execute on function purge_jobs from service_role`;
+  assert.deepEqual((await drain()).map(({ status }) => status), ["in_progress", "error"]);
+  await arrived("drain_step_failed");
+  await sql`grant execute on function purge_jobs to service_role`;
+  logged();
+});
+
 Deno.test("a burst of 200 failures arrives whole, equal ones each by itself", async () => {
   const ids = await failPermanently("all the same", 200);
   await run();

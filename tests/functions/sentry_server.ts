@@ -20,10 +20,22 @@ export interface SentryEvent {
   };
 }
 
+/** https://develop.sentry.dev/sdk/telemetry/check-ins/ */
+export interface SentryCheckIn {
+  check_in_id: string;
+  monitor_slug: string;
+  status: string;
+  duration?: number;
+  environment?: string;
+  release?: string;
+  monitor_config?: unknown;
+}
+
 export interface SentryServer extends AsyncDisposable {
   dsn: string;
   /** What it took, in the order of arrival. */
   events: SentryEvent[];
+  checkIns: SentryCheckIn[];
   /** Everything that was sent to it: request line, headers and body as it came, and decompressed. */
   received: string[];
   /** Requests that it has answered to the end. */
@@ -53,7 +65,15 @@ export function startSentry(key = "0123456789abcdef0123456789abcdef"): SentrySer
     }
     const auth = /sentry_key=(\w+)/.exec(request.headers.get("X-Sentry-Auth") ?? "")?.[1];
     if ((auth ?? searchParams.get("sentry_key")) !== key) return new Response(null, { status: 403 });
-    const { id, event } = parse(text);
+    const { id, type, payload } = parse(text);
+    if (type === "check_in") {
+      server.checkIns.push(JSON.parse(payload));
+      return Response.json({});
+    }
+    const event: SentryEvent = JSON.parse(payload);
+    assert.equal(type, "event");
+    assert.match(id, /^[0-9a-f]{32}$/);
+    assert.equal(event.event_id, id);
     server.events.push(event);
     return Response.json({ id });
   }
@@ -102,6 +122,7 @@ export function startSentry(key = "0123456789abcdef0123456789abcdef"): SentrySer
   const server: SentryServer = {
     dsn: `http://${key}@127.0.0.1:${port}/42`,
     events: [],
+    checkIns: [],
     received: [],
     answered: 0,
     get connections() {
@@ -134,16 +155,12 @@ async function decompressed(body: Uint8Array<ArrayBuffer>, encoding: string | nu
   ).text();
 }
 
-/** The one event of an envelope, whose items are lines: header, then payload. */
-function parse(envelope: string): { id: string; event: SentryEvent } {
+/** The one item of an envelope, whose items are lines: header, then payload. */
+function parse(envelope: string): { id: string; type: string; payload: string } {
   const [header = "", itemHeader = "", payload = "", ...rest] = envelope.split("\n");
   assert.equal(rest.join(""), "");
   const { event_id: id } = JSON.parse(header);
-  assert.match(id, /^[0-9a-f]{32}$/);
   const { type, length } = JSON.parse(itemHeader);
-  assert.equal(type, "event");
   if (length !== undefined) assert.equal(length, new TextEncoder().encode(payload).length);
-  const event: SentryEvent = JSON.parse(payload);
-  assert.equal(event.event_id, id);
-  return { id, event };
+  return { id, type, payload };
 }

@@ -6,6 +6,10 @@ import { makeClone, processes } from "./clone.ts";
 const sendWelcome =
   `npm run -s sql -- "select enqueue_job('send_email', '{\\"to\\":\\"a@example.com\\",\\"template\\":\\"welcome\\"}')"`;
 
+const npmRunDrain = "npm run -s drain";
+const scheduleWelcome = `npm run -s sql -- "select schedule_job('ticked', '@yearly', 'send_email',
+  '{\\"to\\":\\"t@example.com\\",\\"template\\":\\"welcome\\"}', next_run => now())"`;
+
 const signup = `
 import { enqueueJob } from "../_shared/jobs.ts";
 
@@ -34,7 +38,16 @@ Deno.test("npm start, from a clone", async (t) => {
     await until("the mail", () => start.output().includes("mail to a@example.com: Welcome, there"));
     const { output } = await clone.run(`npm run -s sql -- "select status from jobs"`);
     assert.match(output, /succeeded/);
+    assert.deepEqual(await clone.run(npmRunDrain), {
+      code: 0,
+      output: '{"schedules":0,"queues":{},"budgetExhausted":false,"errors":0}\n',
+    });
+    // What the tick makes of it is looked at later.
+    assert.equal((await clone.run(scheduleWelcome)).code, 0);
     await start.end("SIGINT");
+    const without = await clone.run(npmRunDrain);
+    assert.equal(without.code, 1);
+    assert.match(without.output, /^There is no local stack: run npm start first\.$/m);
   });
 
   await t.step("keeps what it made: secrets for the owner only, and the data", async (t) => {
@@ -86,6 +99,10 @@ Deno.test("npm start, from a clone", async (t) => {
         });
       },
     );
+    await t.step("ticks: what was due by a schedule was enqueued and run", async () => {
+      const query = `npm run -s sql -- "select status from jobs where schedule = 'ticked'"`;
+      await until("its job", async () => (await clone.run(query)).output.includes("succeeded"));
+    });
     await start.end("SIGTERM");
   });
 
