@@ -220,3 +220,24 @@ Deno.test("a poke that comes while a call for other kinds is starting finds its 
     return row?.status === "succeeded";
   });
 });
+
+Deno.test("the app's schedules are brought in step by the next call when that failed, and no job waits for it", async () => {
+  const { sql } = stack;
+  const hasSchedule = async () => (await sql`select from schedules where name = 'app:echo'`).count === 1;
+  await sql`revoke execute on function ensure_app_schedules from service_role`;
+  await stack.restart();
+  await sql`delete from schedules where true`;
+  await sql`delete from private.app_schedules where true`;
+  await stack.call("job-worker", { wait: true });
+  await until("the line about it", () => stack.lines.some((line) => line.includes('"app_schedules_failed"')));
+
+  await sql`grant execute on function ensure_app_schedules to service_role`;
+  await sql`select enqueue_job('echo')`;
+  await sql.begin(async (tx) => {
+    await tx`lock table private.app_schedules`;
+    const { processed } = await (await stack.call("job-worker", { wait: true })).json();
+    assert.equal(processed, 1);
+    assert.equal(await hasSchedule(), false);
+  });
+  await until("the app's schedule", hasSchedule);
+});

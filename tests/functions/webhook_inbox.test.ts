@@ -115,6 +115,8 @@ Deno.test("a handler is told all about its message and its job", async () => {
     maxAttempts: 3,
     isLastAttempt: false,
     context: null,
+    schedule: null,
+    dueAt: null,
     progress: { page: 2 },
     aborted: false,
   });

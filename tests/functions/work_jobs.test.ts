@@ -128,6 +128,8 @@ Deno.test("a handler is told about its job, and gets the payload as its schema m
     isLastAttempt: true,
     context: { user: 7 },
     createdAt: stored?.created_at.toISOString(),
+    schedule: null,
+    dueAt: null,
     progress: {},
     amount: 12.5,
     aborted: false,
