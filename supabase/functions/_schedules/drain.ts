@@ -74,17 +74,17 @@ export interface DrainOptions {
  */
 export async function drain(options: DrainOptions, hooks: DrainHooks): Promise<DrainReport> {
   const { monitor } = hooks;
-  const drain: Drain = { id: crypto.randomUUID().replaceAll("-", ""), startedAt: new Date() };
+  const about: Drain = { id: crypto.randomUUID().replaceAll("-", ""), startedAt: new Date() };
   const report: DrainReport = { schedules: 0, queues: {}, budgetExhausted: false, errors: 0 };
   const calls: Promise<void>[] = [];
-  const started = call("monitor.started", () => monitor?.started?.(drain));
+  const started = call("monitor.started", () => monitor?.started?.(about));
   try {
     await logWatch.run(watch, () => runSteps(report, options));
     const told = structuredClone(report);
-    calls.push(started.then(() => call("monitor.finished", () => monitor?.finished?.(told, drain))));
+    calls.push(started.then(() => call("monitor.finished", () => monitor?.finished?.(told, about))));
     return report;
   } catch (error) {
-    calls.push(started.then(() => call("monitor.failed", () => monitor?.failed?.(error, drain))));
+    calls.push(started.then(() => call("monitor.failed", () => monitor?.failed?.(error, about))));
     throw error;
   } finally {
     const all = Promise.all(calls);
@@ -140,9 +140,13 @@ async function runSteps(report: DrainReport, options: DrainOptions): Promise<voi
     });
   });
   await step("rescue", () => untilNone(rescueExpiredJobs));
-  // Beside the work, since behind it there may be no time left.
-  const purging = step("purge", () => untilNone(purgeJobs));
+  // Beside the work, since behind it there may be no time left; and for no longer than that takes.
+  let working = true;
+  const purging = step("purge", async () => {
+    while (await purgeJobs() > 0 && working);
+  });
   await step("work", work);
+  working = false;
   await purging;
   if (failed.has("work")) throw failed.get("work");
   // A short budget may end before the claims are given up.
