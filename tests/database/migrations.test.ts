@@ -254,8 +254,8 @@ async function drainAlone({ sql, url }: BareDatabase): Promise<void> {
       SUPABASE_URL: `http://127.0.0.1:${gateway.port}`,
       SUPABASE_SECRET_KEYS: JSON.stringify({ default: keys.secretKey }),
     });
-    const call = async () =>
-      await (await drain.fetch("", { headers: { Authorization: `Bearer ${cronSecret}` } })).json();
+    const get = (query = "") => drain.fetch(query, { headers: { Authorization: `Bearer ${cronSecret}` } });
+    const call = async () => await (await get()).json();
     await sql`delete from jobs where true`;
     await sql`select enqueue_job('echo')`;
     await sql`select from claim_jobs('gone')`;
@@ -274,6 +274,8 @@ async function drainAlone({ sql, url }: BareDatabase): Promise<void> {
       ["fail_first", "succeeded", 2, null],
       ["echo", "succeeded", 1, "due"],
     ], "what was to be purged is gone");
+    await gateway.stop();
+    assert.equal((await get("?budgetMs=1")).status, 503, "when it cannot do anything it says so");
   } finally {
     await gateway.stop();
   }
