@@ -80,6 +80,36 @@ Deno.test("the README", async (t) => {
     }
   });
 
+  await t.step("a signed-in user's reminder has a schedule, which follows it and ends with it", async () => {
+    const printed = (label: string) => new RegExp(`${label} +(\\S+)`).exec(start?.output() ?? "")?.[1] ?? "";
+    const request = async (method: string, query = "", body?: object) => {
+      const url = `http://127.0.0.1:${clone.env.LOCAL_API_PORT}/rest/v1/reminders${query}`;
+      const headers = {
+        apikey: printed("publishable key"),
+        Authorization: `Bearer ${printed("a user's token")}`,
+        "Content-Type": "application/json",
+      };
+      const answer = await fetch(url, { method, headers, body: body && JSON.stringify(body) });
+      return { status: answer.status, text: await answer.text() };
+    };
+    const sql = postgres(databaseUrl, { max: 1, onnotice: () => {} });
+    const schedules = () => sql`select cron, payload from schedules where name like 'reminder:%'`;
+    try {
+      assert.equal((await request("POST", "", { cron: "0 9 * * MON" })).status, 201);
+      const payload = { to: "test@example.com", template: "welcome" };
+      assert.deepEqual([...await schedules()], [{ cron: "0 9 * * MON", payload }]);
+      const wrong = await request("PATCH", "?id=gt.0", { cron: "61 9 * * MON" });
+      assert.equal(wrong.status, 400);
+      assert.match(wrong.text, /schedule_job: minute: 61 is not within 0-59/);
+      assert.equal((await request("PATCH", "?id=gt.0", { cron: "0 8 * * *" })).status, 204);
+      assert.deepEqual([...await schedules()], [{ cron: "0 8 * * *", payload }]);
+      assert.equal((await request("DELETE", "?id=gt.0")).status, 204);
+      assert.deepEqual([...await schedules()], []);
+    } finally {
+      await sql.end();
+    }
+  });
+
   await t.step(
     "the example kind, handler and enqueues fit together, and leaving one out is a type error",
     async () => {
@@ -101,6 +131,10 @@ Deno.test("the README", async (t) => {
         join(app, "../example/index.ts"),
         [enqueue, enqueueMany].join("\n"),
       );
+      const having = (text: string) => blocks("ts").filter((block) => block.includes(text)).join("\n");
+      await Deno.writeTextFile(join(app, "../example/schedule.ts"), having("await scheduleJob("));
+      await Deno.writeTextFile(join(app, "schedules.ts"), having("satisfies AppSchedules"));
+      await Deno.writeTextFile(join(app, "drain.ts"), having(": DrainHooks"));
       const [signedIn, asUser] = blocks("ts").filter((block) => /contextOf|asUser/.test(block));
       await Deno.writeTextFile(join(app, "../example/signed_in.ts"), signedIn ?? "");
       await Deno.writeTextFile(join(app, "handlers/list_images.ts"), asUser ?? "");
@@ -155,6 +189,14 @@ Deno.test("the README", async (t) => {
       assert.deepEqual(result, { charge: "ch_1" });
       assert.deepEqual([progress.charge, progress.steps["charge card"]], ["ch_1", "ch_1"]);
       assert.deepEqual(charges, ['{"order":7}', '{"order":7}']);
+      // The worker that was started has brought the app's schedules in step.
+      await until("the app's schedule", async () => {
+        const [schedule] = await sql`
+          select next_run at time zone 'Europe/Berlin' = date_trunc('week', next_run at time zone 'Europe/Berlin')
+            + interval '9 hours' as monday_at_nine
+          from schedules where name = 'app:weekly_digest'`;
+        return schedule?.monday_at_nine;
+      });
       const receipts = await sql`select from jobs where dedupe_key = ${job?.id} and kind = 'send_email'`;
       assert.equal(receipts.length, 1);
     } finally {
