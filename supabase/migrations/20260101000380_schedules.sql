@@ -324,10 +324,12 @@ begin
       last_job_id = coalesce(d.job_id, s.last_job_id),
       last_run = case when d.job_id is null then s.last_run else s.next_run end
     from due d where s.name = d.name
+    returning d.*
   ), made as (
+    -- From what has moved, so that a trigger on jobs may change or delete the schedule.
     insert into public.jobs (id, kind, payload, priority, max_attempts, context, schedule, due_at)
     select d.job_id, d.kind, d.payload, d.priority, d.max_attempts, d.context, d.name, d.next_run
-    from due d where d.job_id is not null order by d.job_id
+    from moved d where d.job_id is not null order by d.job_id
     returning id
   )
   select count(*) into enqueued from made;

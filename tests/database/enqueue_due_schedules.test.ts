@@ -247,6 +247,22 @@ Deno.test("what fails stops no other: it says why, and goes on with its next run
   assert.ok(next_run > new Date());
 });
 
+Deno.test("a trigger on jobs may remove the schedule whose run it sees, and the run stands", async () => {
+  await using db = await createDatabase();
+  await addSchedules(db.sql, ["once"]);
+  await makeDue(db.sql, "once");
+  await db.sql.unsafe(`
+    create function public.once() returns trigger language plpgsql as $$
+    begin
+      perform public.unschedule_job(new.schedule);
+      return new;
+    end $$;
+    create trigger once before insert on jobs for each row execute function public.once()`).simple();
+  assert.equal(await enqueueDue(db.sql), 1);
+  assert.deepEqual(await outcome(db.sql), { jobs: 1, schedules: 1, due: 0 });
+  assert.equal((await db.sql`select from schedules`).count, 0);
+});
+
 Deno.test("a run that meets a lock stays due for the next call, and holds the others up for a second", async () => {
   await using db = await createDatabase();
   await addSchedules(db.sql, ["a", "locked", "z"]);
