@@ -360,7 +360,7 @@ begin
     begin
       total := total + private.enqueue_schedules(names, at);
       continue;
-    exception when others then null;
+    exception when others or assert_failure then null;
     end;
     -- One of them fails, as when a trigger of the app's on jobs raises. In any order, or those that wait for a lock would
     -- be the first at every call.
@@ -370,7 +370,7 @@ begin
         total := total + private.enqueue_schedules(array[one], at);
       exception
         when lock_not_available or deadlock_detected then held := held || one; -- it stays due
-        when others then
+        when others or assert_failure then
           perform private.enqueue_schedules(array[one], at, sqlerrm);
           raise warning 'enqueue_due_schedules: schedule %: %', one, sqlerrm;
       end;

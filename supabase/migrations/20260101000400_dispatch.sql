@@ -272,7 +272,7 @@ begin
         when 2 then done := public.enqueue_due_schedules();
         when 3 then done := done + public.purge_jobs();
       end case;
-    exception when others then
+    exception when others or assert_failure then
       raise warning 'tick: %', sqlerrm;
     end;
   end loop;
