@@ -305,7 +305,7 @@ begin
     if not exists (
       select from private.pokes p where p.poked_at > clock_timestamp() - make_interval(mins => case
         when exists (select from private.app_schedules) then 10 else 1 end)
-    ) then
+    ) and private.count_queued_pokes() = 0 then
       perform private.poke('schedules');
     end if;
   exception when others then

@@ -299,6 +299,9 @@ Deno.test("in an idle project it pokes a worker every ten minutes, since a deplo
 /** How many pokes one tick queues, when nothing else is queued. */
 async function pokesOfTick(): Promise<number> {
   await emptyNetQueue(db.sql);
+  await db.sql`update private.pokes set poked_at = poked_at - interval '2 minutes' where true`;
+  await db.sql`select private.tick()`;
+  assert.equal(await queuedPokes(db.sql), 1, "none beside one that is still queued");
   await db.sql`select private.tick()`;
   return await queuedPokes(db.sql);
 }
