@@ -269,7 +269,9 @@ begin
     begin
       case step
         when 1 then rescued := public.rescue_expired_jobs(1000);
-        when 2 then done := public.enqueue_due_schedules();
+        -- One that is due is moved on, with or without a job.
+        when 2 then done := public.enqueue_due_schedules()
+          + coalesce((select min(s.next_run) from public.schedules s where not s.paused) <= clock_timestamp(), false)::int;
         when 3 then done := done + public.purge_jobs();
       end case;
     exception when others or assert_failure then

@@ -15,7 +15,7 @@ import {
   setUpDispatch,
   sharedDatabase,
 } from "./queue.ts";
-import { addSchedules, makeDue } from "./schedules.ts";
+import { addSchedules, makeDue, schedule } from "./schedules.ts";
 
 const db = sharedDatabase();
 
@@ -193,6 +193,18 @@ Deno.test("what a tick has rescued stays rescued though dispatch is not set up; 
   });
 });
 
+Deno.test("a run that a tick has left out stays so though dispatch is not set up, and is not made up for later", async () => {
+  await addSchedules(db.sql, ["a"]);
+  await db.sql`update schedules set overlap = 'skip' where true`;
+  for (const jobs of [1, 1]) {
+    await makeDue(db.sql, "a");
+    await db.sql`select private.tick()`;
+    assert.equal((await db.sql`select from jobs`).count, jobs);
+    assert.ok((await schedule(db.sql, "a")).next_run > new Date());
+  }
+  await assert.rejects(db.sql`select private.tick()`, { code: "55000" });
+});
+
 Deno.test("a job that nobody at work takes gets a worker of its own after a second", async () => {
   await using db = await createDatabase();
   await setUpDispatch(db);
@@ -287,6 +299,9 @@ Deno.test("in an idle project it pokes a worker every ten minutes, since a deplo
   };
   assert.deepEqual(await tick("59 seconds"), []);
   assert.deepEqual(await tick("61 seconds"), ["schedules"], "every minute, until the first have come");
+  await db.sql`update private.pokes set poked_at = poked_at - interval '2 minutes' where true`;
+  await db.sql`select private.tick()`;
+  assert.equal(await queuedPokes(db.sql), 1, "none beside one that is still queued");
   await db.sql`select ensure_app_schedules('1', '[]')`;
   assert.deepEqual(await tick("599 seconds"), []);
   assert.deepEqual(await tick("601 seconds"), ["schedules"]);
@@ -299,9 +314,6 @@ Deno.test("in an idle project it pokes a worker every ten minutes, since a deplo
 /** How many pokes one tick queues, when nothing else is queued. */
 async function pokesOfTick(): Promise<number> {
   await emptyNetQueue(db.sql);
-  await db.sql`update private.pokes set poked_at = poked_at - interval '2 minutes' where true`;
-  await db.sql`select private.tick()`;
-  assert.equal(await queuedPokes(db.sql), 1, "none beside one that is still queued");
   await db.sql`select private.tick()`;
   return await queuedPokes(db.sql);
 }
