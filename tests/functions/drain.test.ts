@@ -61,7 +61,8 @@ Deno.test("it runs all that is ready and counts what became of it, by kind", asy
     values ('fail', '{"how": "error", "message": "x"}', 5),
            ('fail', '{"how": "error", "message": "x"}', 1),
            ('fail', '{"how": "permanent", "message": "x"}', 5),
-           ('append', '{"file": 1}', 5)`;
+           ('append', '{"file": 1}', 5),
+           ('constructor', '{}', 5)`;
   await sql`select enqueue_job('echo', delay => '1 hour')`;
   const response = await drain("POST");
   assert.equal(response.status, 200);
@@ -71,6 +72,7 @@ Deno.test("it runs all that is ready and counts what became of it, by kind", asy
       echo: { succeeded: 30, failed: 0, dead: 0 },
       fail: { succeeded: 0, failed: 1, dead: 2 },
       append: { succeeded: 0, failed: 0, dead: 1 },
+      constructor: { succeeded: 0, failed: 0, dead: 1 },
     },
     budgetExhausted: false,
     errors: 0,

@@ -169,12 +169,15 @@ async function runSteps(report: DrainReport, options: DrainOptions): Promise<voi
   async function work(): Promise<void> {
     const limits = { startedAt: arrivedAt, budgetMs, lifetimeMs: LIFETIME_MS, maxJobs: Infinity };
     const { results, backlog } = await workJobs({ kinds, ...limits, signal, retirement });
+    const queues = new Map<string, DrainReport["queues"][string]>(); // a kind may be called constructor
     for (const { kind, status } of results) {
-      const queue = report.queues[kind] ??= { succeeded: 0, failed: 0, dead: 0 };
+      const queue = queues.get(kind) ?? { succeeded: 0, failed: 0, dead: 0 };
+      queues.set(kind, queue);
       if (status === "succeeded") queue.succeeded++;
       else if (status === "pending" || status === "cancelled") queue.failed++;
       else if (status === "dead") queue.dead++;
     }
+    report.queues = Object.fromEntries(queues);
     // Of a kind for which there was no time any more nobody has looked for jobs.
     const left = arrivedAt + LIFETIME_MS - performance.now();
     const mine = (kind: string) => timeoutOf(kind) <= LIFETIME_MS;
