@@ -1,7 +1,7 @@
 import { join } from "node:path";
 import { setTimeout as delay } from "node:timers/promises";
 import { parseArgs } from "node:util";
-import { ensureAppSchedules, loadAppSchedules } from "../supabase/functions/_schedules/app.ts";
+import { keepAppSchedules, loadAppSchedules } from "../supabase/functions/_schedules/app.ts";
 import { useTransport } from "../supabase/functions/_shared/database.ts";
 import { surviveUncaughtErrors } from "../supabase/functions/_shared/edge_runtime.ts";
 import { errorText, JobError } from "../supabase/functions/_shared/errors.ts";
@@ -128,7 +128,7 @@ async function keepUp(): Promise<void> {
     // What one of them meets is not to keep the others from their work.
     for (
       const task of [
-        ensureAppSchedules,
+        keepAppSchedules,
         enqueueDueSchedules,
         () => rescueExpiredJobs(),
         () => purgeJobs(),

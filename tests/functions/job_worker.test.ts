@@ -228,8 +228,11 @@ Deno.test("the app's schedules are brought in step by the next call when that fa
   await stack.restart();
   await sql`delete from schedules where true`;
   await sql`delete from private.app_schedules where true`;
+  const lines = () => stack.lines.filter((line) => line.includes('"app_schedules_failed"')).length;
   await stack.call("job-worker", { wait: true });
-  await until("the line about it", () => stack.lines.some((line) => line.includes('"app_schedules_failed"')));
+  await until("the line about it", () => lines() > 0);
+  for (let i = 0; i < 3; i++) await stack.call("job-worker", { wait: true });
+  assert.equal(lines(), 1, "one that every poke would repeat");
 
   await sql`grant execute on function ensure_app_schedules to service_role`;
   await sql`select enqueue_job('echo')`;

@@ -1,5 +1,6 @@
 import { createHash } from "node:crypto";
 import { callDatabase } from "../_shared/database.ts";
+import { errorText } from "../_shared/errors.ts";
 import { log } from "../_shared/log.ts";
 import { type AppSchedules, ensured, scheduleArguments } from "./schedules.ts";
 
@@ -32,6 +33,19 @@ export function ensureAppSchedules(): Promise<void> {
     inStep = undefined;
     throw error;
   });
+}
+
+let said = "";
+
+/** The same for who calls it every few seconds: what fails is a line in the log, once, until something else does. */
+export async function keepAppSchedules(): Promise<void> {
+  try {
+    await ensureAppSchedules();
+  } catch (error) {
+    const text = errorText(error);
+    if (text !== said) log("error", "app_schedules_failed", { error: text }, error);
+    said = text;
+  }
 }
 
 async function bringInStep(): Promise<void> {

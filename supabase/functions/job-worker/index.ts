@@ -3,7 +3,7 @@ import { z } from "zod";
 import "../_app/handlers.ts";
 import "../_app/schedules.ts";
 import "../_app/webhooks.ts";
-import { ensureAppSchedules, loadAppSchedules } from "../_schedules/app.ts";
+import { keepAppSchedules, loadAppSchedules } from "../_schedules/app.ts";
 import { describeIssue } from "../_shared/attempt.ts";
 import { requiredEnv, serviceClient } from "../_shared/database.ts";
 import { retirement, shutdown, surviveUncaughtErrors } from "../_shared/edge_runtime.ts";
@@ -59,14 +59,6 @@ Deno.serve(async (request) => {
   EdgeRuntime.waitUntil(workOn(options));
   return Response.json({ accepted: true }, { status: 202 });
 });
-
-async function keepAppSchedules(): Promise<void> {
-  try {
-    await ensureAppSchedules();
-  } catch (error) {
-    log("error", "app_schedules_failed", { error: errorText(error) }, error);
-  }
-}
 
 /** Works until nothing is ready. With backlog left when this worker has done its share, a successor is woken. */
 async function workOn(options: { kinds?: string[]; maxJobs?: number }): Promise<void> {
