@@ -199,6 +199,29 @@ Deno.test("a schedule that is due is enqueued and run in one call, and its job k
   await sql`select unschedule_job('due')`;
 });
 
+Deno.test("schedules that come due while others are enqueued do not keep it from its work", async () => {
+  const { sql } = stack;
+  await sql.unsafe(`
+    select schedule_job('again', '@hourly', 'echo', next_run => clock_timestamp());
+    create function public.again() returns trigger language plpgsql as $$
+    begin
+      update public.schedules set next_run = clock_timestamp() where name = 'again';
+      return null;
+    end $$;
+    create trigger again after insert on jobs for each row execute function public.again()`).simple();
+  try {
+    assert.deepEqual(await answerOf({ budgetMs: 1_000 }), {
+      ...nothingDone,
+      schedules: 1,
+      queues: { echo: succeeded(1) },
+    });
+  } finally {
+    await sql`drop trigger again on jobs`;
+    await sql`select unschedule_job('again')`;
+    await sql`delete from jobs where status = 'pending'`;
+  }
+});
+
 Deno.test("two drains at once and a job-worker beside them run each job, and enqueue each due run, once, and their answers add up", async () => {
   const { sql } = stack;
   const file = join(stack.appDir, "beside");

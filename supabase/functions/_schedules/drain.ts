@@ -17,6 +17,8 @@ import { ensureAppSchedules } from "./app.ts";
 const LIFETIME_MS = 70_000;
 /** How long a hook may take. */
 const HOOK_MS = 5_000;
+/** enqueue_due_schedules() leaves off after three seconds. */
+const LEAVES_OFF_MS = 2_900;
 /** What of the rest of the log is an error to a drain, whose caller may wonder why a job is in no count. */
 const LEASE_LOST = new Set(["lease_lost", "settled_before_or_lease_lost"]);
 
@@ -133,13 +135,15 @@ async function runSteps(report: DrainReport, options: DrainOptions): Promise<voi
   const failed = new Map<string, unknown>();
   await step("app_schedules", ensureAppSchedules);
   await step("schedules", async () => {
-    await untilNone(async () => {
-      const jobs = await enqueueDueSchedules();
-      report.schedules += jobs;
-      return jobs;
-    });
+    let calledAt: number;
+    do {
+      calledAt = performance.now();
+      report.schedules += await enqueueDueSchedules();
+    } while (performance.now() > calledAt + LEAVES_OFF_MS && hasTime()); // else it was all, but for what has come due since
   });
-  await step("rescue", () => untilNone(rescueExpiredJobs));
+  await step("rescue", async () => {
+    while (await rescueExpiredJobs() > 0 && hasTime());
+  });
   // Beside the work, since behind it there may be no time left; and for no longer than that takes.
   let working = true;
   const purging = step("purge", async () => {
@@ -162,8 +166,8 @@ async function runSteps(report: DrainReport, options: DrainOptions): Promise<voi
     }
   }
 
-  async function untilNone(run: () => Promise<number>): Promise<void> {
-    while (await run() > 0 && performance.now() < arrivedAt + budgetMs);
+  function hasTime(): boolean {
+    return performance.now() < arrivedAt + budgetMs;
   }
 
   async function work(): Promise<void> {
