@@ -259,23 +259,24 @@ create function private.tick() returns void
 language plpgsql security definer set search_path = pg_catalog, pg_temp
 set lock_timeout = '5s' as $$
 declare
+  step text;
   rescued int := 0;
   done int := 0;
   ready record;
   wanted int;
   at_work int;
 begin
-  for step in 1 .. 3 loop
+  foreach step in array array['rescue', 'schedules', 'purge'] loop
     begin
       case step
-        when 1 then rescued := public.rescue_expired_jobs(1000);
+        when 'rescue' then rescued := public.rescue_expired_jobs(1000);
         -- One that is due is moved on, with or without a job.
-        when 2 then done := public.enqueue_due_schedules()
+        when 'schedules' then done := public.enqueue_due_schedules()
           + coalesce((select min(s.next_run) from public.schedules s where not s.paused) <= clock_timestamp(), false)::int;
-        when 3 then done := done + public.purge_jobs();
+        when 'purge' then done := done + public.purge_jobs();
       end case;
     exception when others or assert_failure then
-      raise warning 'tick: %', sqlerrm;
+      raise warning 'tick: %: %', step, sqlerrm;
     end;
   end loop;
   begin
