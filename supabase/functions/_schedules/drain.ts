@@ -40,7 +40,7 @@ export interface Drain {
   startedAt: Date;
 }
 
-/** Called round each drain whose caller sent CRON_SECRET: `started`, then either `finished` or, when it could do nothing, `failed`. */
+/** Called round each drain whose caller sent CRON_SECRET: `started`, then either `finished` or, when drain() throws, `failed`. */
 export interface DrainMonitor {
   started?(drain: Drain): unknown;
   finished?(report: DrainReport, drain: Drain): unknown;
@@ -71,8 +71,8 @@ export interface DrainOptions {
 
 /**
  * Brings the app's schedules in step, enqueues what is due, rescues what a lost worker had, works until nothing is ready or the
- * budget is spent, and purges. What fails of that stops nothing else. Safe beside other drains and workers. Throws when nothing
- * could be done at all.
+ * budget is spent, and purges. What fails of that stops nothing else. Safe beside other drains and workers. Throws when it could
+ * not look for jobs: the database refused to tell its kinds or five claims in a row, or all that came before it had time to.
  */
 export async function drain(options: DrainOptions, hooks: DrainHooks): Promise<DrainReport> {
   const { monitor } = hooks;
