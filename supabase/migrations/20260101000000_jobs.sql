@@ -245,7 +245,7 @@ begin
         limit 1000 for no key update skip locked
       ) d
     ));
-  exception when others then
+  exception when others or assert_failure then
     raise warning 'declare_job_kinds: jobs that died because their kind was not known stay dead: %', sqlerrm;
   end;
 

@@ -78,7 +78,8 @@ begin
       total := total + deleted;
     exception
       when lock_not_available then exit; -- one second is enough: the tick must get on
-      when others then raise warning 'purge_jobs: % jobs of kind % stay: %', ended.status, ended.kind, sqlerrm;
+      when others or assert_failure then
+        raise warning 'purge_jobs: % jobs of kind % stay: %', ended.status, ended.kind, sqlerrm;
     end;
   end loop;
   return total;

@@ -158,7 +158,7 @@ begin
   if cron is null then wrong := 'cron is null';
   elsif length(cron) > 200 then wrong := 'cron has more than 200 characters';
   elsif period is null and cardinality(fields) <> 5 then
-    wrong := format('%s has %s fields, not 5', quote_literal(left(cron, 80)), cardinality(fields));
+    wrong := format('%s does not have 5 fields', quote_literal(left(cron, 80)));
     hint := 'Give minute, hour, day of month, month and day of week, without seconds; or an interval, such as 30 seconds '
       'or 1 day; or a name, such as @daily.';
   elsif period not between 10 and 366 * 86400 then wrong := format('%s is not within 10 seconds to 366 days', cron);
@@ -167,7 +167,7 @@ begin
   else
     begin
       -- Abbreviations and POSIX rules, which Postgres takes as well, have one offset all the year, or the wrong one.
-      if time_zone ~* '^([a-z_]+(/[a-z_-]+)+|etc/gmt[+-]?[0-9]{1,2}|utc|gmt)$' then
+      if time_zone ~* '^([a-z_]+(/[a-z_-]+)+|etc/gmt([+-]?0|[+-]([1-9]|1[0-2])|-1[34])|utc|gmt)$' then
         clock := after at time zone time_zone;
       end if;
     exception when invalid_parameter_value then null;

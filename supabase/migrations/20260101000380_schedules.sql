@@ -44,7 +44,8 @@ create index schedules_failed on public.schedules (name) where last_error is not
 -- Which of the app's own schedules, those in _app/schedules.ts, were last brought in step.
 create table private.app_schedules (
   one boolean primary key default true check (one),
-  digest text not null
+  digest text not null,
+  error text -- why those that came after them were refused
 );
 
 alter table public.schedules enable row level security;
@@ -80,7 +81,8 @@ begin
   elsif octet_length(tenant) not between 1 and 512 then wrong := 'tenant does not have 1 to 512 bytes';
   elsif overlap is null or overlap not in ('allow', 'skip') then
     wrong := format('overlap %s is not allow or skip', coalesce(quote_literal(left(overlap, 80)), 'null'));
-  elsif not isfinite(next_run) then wrong := format('next_run is %s', next_run); hint := 'Give a time.';
+  elsif next_run not between '1900-01-01 00:00:00Z' and '2999-12-31 00:00:00Z' then
+    wrong := format('next_run is %s', next_run); hint := 'Give a time from 1900 to 2999.';
   elsif private.is_too_large(payload) or private.is_too_large(context) then
     wrong := 'payload or context has more than 4000000 bytes of JSON';
     hint := 'Keep it in Storage or in a table of yours, and schedule where it is.';
@@ -121,22 +123,32 @@ begin
   return found;
 end $$;
 
+-- Raises 22023 for a tenant that is '': a variable that was not filled would mean everybody's.
+create function private.check_tenant(who text, tenant text) returns void
+language plpgsql immutable set search_path = pg_catalog, pg_temp as $$
+begin
+  if tenant = '' then
+    raise exception '%: tenant is empty', who using errcode = '22023', hint = 'Give null for the schedules of all.';
+  end if;
+end $$;
+
 -- Deletes the schedules whose names start with that, or of that tenant, or those of the tenant that do, and returns how
--- many. Raises 22023 with neither; '' is none.
+-- many. Null is not given; raises 22023 with neither.
 create function public.unschedule_jobs(prefix text default null, tenant text default null) returns int
 language plpgsql set search_path = pg_catalog, pg_temp set plan_cache_mode = force_custom_plan as $$
 #variable_conflict use_variable
 declare
   deleted int;
 begin
-  if concat(prefix, tenant) = '' then
+  perform private.check_tenant('unschedule_jobs', tenant);
+  if coalesce(prefix, '') = '' and tenant is null then
     raise exception 'unschedule_jobs: neither prefix nor tenant is given' using errcode = '22023',
       hint = 'Give one of them, or both.';
   end if;
   delete from public.schedules d
   where d.name = any (array(
     select s.name from public.schedules s
-    where starts_with(s.name, coalesce(prefix, '')) and (coalesce(tenant, '') = '' or s.tenant = tenant)
+    where starts_with(s.name, coalesce(prefix, '')) and (tenant is null or s.tenant = tenant)
     order by s.name for update
   ));
   get diagnostics deleted = row_count;
@@ -182,14 +194,12 @@ language plpgsql stable set search_path = pg_catalog, pg_temp set plan_cache_mod
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set jit = off as $$
 #variable_conflict use_variable
 begin
-  if max_rows is null or max_rows not between 1 and 1000 then
-    raise exception 'list_schedules: max_rows % is not between 1 and 1000', coalesce(max_rows::text, 'null')
-      using errcode = '22023';
-  end if;
+  perform private.check_argument('list_schedules: max_rows', max_rows, 1, 1000);
+  perform private.check_tenant('list_schedules', tenant);
   return query
   select s.*, (select j.status from public.jobs j where j.id = s.last_job_id) from public.schedules s
   where starts_with(s.name, coalesce(prefix, '')) and s.name > coalesce(after, '')
-    and (coalesce(tenant, '') = '' or s.tenant = tenant)
+    and (tenant is null or s.tenant = tenant)
   order by s.name limit max_rows;
 end $$;
 
@@ -204,13 +214,14 @@ language plpgsql set search_path = pg_catalog, pg_temp set plan_cache_mode = for
 #variable_conflict use_variable
 declare
   defaults constant jsonb := jsonb_build_object('name', null, 'cron', null, 'kind', null, 'payload', '{}'::jsonb,
-    'time_zone', 'UTC', 'next_run', null, 'tenant', nullif(tenant, ''), 'context', private.request_context(),
+    'time_zone', 'UTC', 'next_run', null, 'tenant', tenant, 'context', private.request_context(),
     'priority', 0, 'max_attempts', null, 'overlap', 'allow');
   fields constant text[] := array(select jsonb_object_keys(defaults));
   entry record;
   new public.schedules;
   hint text;
 begin
+  perform private.check_tenant('ensure_schedules', tenant);
   if coalesce(prefix, '') = '' then
     raise exception 'ensure_schedules: prefix is not given' using errcode = '22023',
       hint = 'Give what the names of these schedules, and of no others, start with.';
@@ -224,7 +235,7 @@ begin
     select e.value, e.n - 1 as n, s.name from jsonb_array_elements(definitions) with ordinality e(value, n)
     full join (
       select s.name from public.schedules s
-      where starts_with(s.name, prefix) and (coalesce(tenant, '') = '' or s.tenant = tenant)
+      where starts_with(s.name, prefix) and (tenant is null or s.tenant = tenant)
     ) s on s.name = e.value ->> 'name'
     order by coalesce(s.name, e.value ->> 'name'), e.n
   loop
@@ -237,7 +248,7 @@ begin
       if jsonb_typeof(entry.value) <> 'object' then
         raise exception 'it is %, not an object', jsonb_typeof(entry.value) using errcode = '22023';
       elsif entry.value - fields <> '{}' then
-        raise exception 'it has no field %', (
+        raise exception 'there is no field %', (
           select quote_literal(left(k, 80)) from jsonb_object_keys(entry.value - fields) k limit 1
         ) using errcode = '22023', hint = 'There are ' || array_to_string(fields, ', ') || '.';
       elsif not starts_with(entry.value ->> 'name', prefix) then
@@ -251,6 +262,12 @@ begin
         select coalesce(jsonb_object_agg(f.key, f.value), '{}') from jsonb_each(entry.value) f where f.value <> 'null'
       );
       new := jsonb_populate_record(null::public.schedules, entry.value);
+      if tenant is not null and exists (
+        select from public.schedules s where s.name = new.name and s.tenant is distinct from new.tenant
+      ) then
+        raise exception 'name % is that of another tenant''s schedule', quote_literal(new.name) using errcode = '22023',
+          hint = 'Give it another name, or unschedule that first.';
+      end if;
       if not exists (
         select from public.schedules s
         where s.name = new.name and jsonb_populate_record(s, entry.value - 'next_run') is not distinct from s
@@ -261,27 +278,40 @@ begin
       end if;
     exception when data_exception then
       get stacked diagnostics hint = pg_exception_hint;
-      raise exception 'ensure_schedules: entry %: %', entry.n, regexp_replace(sqlerrm, '^schedule_job: ', '')
-        using errcode = '22023', hint = hint;
+      raise exception 'ensure_schedules: entry %: %', concat_ws(', ', entry.n, quote_literal(left(entry.value ->> 'name', 80))),
+        regexp_replace(sqlerrm, '^schedule_job: ', '') using errcode = '22023', hint = hint;
     end;
   end loop;
 end $$;
 
 -- Brings the app's own schedules in step, whose names start with app:, as ensure_schedules() does, when `digest` is not
 -- the one that was last brought in step; else looks at nothing. So what an operator pauses or unschedules stays so until
--- the app declares something else. Of those who call at once with one digest one does it, and the others wait for that.
-create function public.ensure_app_schedules(digest text, definitions jsonb, out scheduled text[], out removed text[])
-language plpgsql set search_path = pg_catalog, pg_temp as $$
+-- the app declares something else. Of those who call at once with one digest one does it, and the others wait for that, a
+-- second at most. What is not usable is not raised, but said in `error`, and in job_dispatch_health(); nothing is changed
+-- then.
+create function public.ensure_app_schedules(
+  digest text, definitions jsonb, out scheduled text[], out removed text[], out error text
+)
+language plpgsql set search_path = pg_catalog, pg_temp set lock_timeout = '1s' as $$
 #variable_conflict use_column
 begin
   scheduled := '{}';
   removed := '{}';
-  if exists (select from private.app_schedules a where a.digest = ensure_app_schedules.digest) then return; end if;
-  insert into private.app_schedules as a (digest) values (ensure_app_schedules.digest)
-  on conflict (one) do update set digest = excluded.digest where a.digest <> excluded.digest;
-  if found then
-    select e.scheduled, e.removed into scheduled, removed from public.ensure_schedules(definitions, 'app:') e;
-  end if;
+  if exists (
+    select from private.app_schedules a where a.digest = ensure_app_schedules.digest and a.error is null
+  ) then return; end if;
+  begin
+    insert into private.app_schedules as a (digest) values (ensure_app_schedules.digest)
+    on conflict (one) do update set digest = excluded.digest, error = null
+      where a.digest <> excluded.digest or a.error is not null;
+    if found then
+      select e.scheduled, e.removed into scheduled, removed from public.ensure_schedules(definitions, 'app:') e;
+    end if;
+  exception when data_exception then
+    error := sqlerrm;
+    insert into private.app_schedules as a (digest, error) values ('', sqlerrm)
+    on conflict (one) do update set error = excluded.error where a.error is distinct from excluded.error;
+  end;
 end $$;
 
 -- The first run after `at` of a schedule that is due; where there is none, why. An interval counts from when it was due.
@@ -303,24 +333,25 @@ exception when others then
 end $$;
 
 -- Enqueues the jobs of these schedules, which are due and locked, or with `failure` notes why their jobs cannot be
--- enqueued, moves their next runs on, and returns how many jobs it made.
-create function private.enqueue_schedules(names text[], at timestamptz, failure text default null) returns int
+-- enqueued, and moves their next runs on. Gives how many jobs it made, and [{"schedule", "error"}] of what has failed.
+create function private.enqueue_schedules(
+  names text[], at timestamptz, failure text default null, out enqueued int, out failed jsonb
+)
 language plpgsql set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set jit = off
 set enable_seqscan = off set enable_bitmapscan = off set enable_hashjoin = off set enable_mergejoin = off as $$
 declare
   claims constant text := current_setting('request.jwt.claims', true);
-  enqueued int;
 begin
   perform set_config('request.jwt.claims', '', true); -- who calls is not who asked for these jobs
   with due as materialized (
-    select s.*, r.run, r.error, case when failure is null and (s.overlap = 'allow' or (
+    select s.*, r.run, coalesce(r.error, failure) as error, case when failure is null and (s.overlap = 'allow' or (
         select j.status in ('pending', 'running') from public.jobs j where j.id = s.last_job_id
       ) is not true) then private.new_job_id() end as job_id
     from public.schedules s
     cross join lateral private.run_after(s.name, s.cron, s.time_zone, s.next_run, at) r where s.name = any (names)
   ), moved as (
     update public.schedules s
-    set next_run = coalesce(d.run, s.next_run), paused = d.run is null, last_error = coalesce(d.error, failure),
+    set next_run = coalesce(d.run, s.next_run), paused = d.run is null, last_error = d.error,
       last_job_id = coalesce(d.job_id, s.last_job_id),
       last_run = case when d.job_id is null then s.last_run else s.next_run end
     from due d where s.name = d.name
@@ -332,16 +363,18 @@ begin
     from moved d where d.job_id is not null order by d.job_id
     returning id
   )
-  select count(*) into enqueued from made;
+  select (select count(*) from made), coalesce((
+    select jsonb_agg(jsonb_build_object('schedule', m.name, 'error', m.error)) from moved m where m.error is not null
+  ), '[]') into enqueued, failed;
   perform set_config('request.jwt.claims', claims, true);
-  return enqueued;
 end $$;
 
--- Enqueues the jobs of the schedules that are due, the hundred longest due first, and returns how many jobs it made.
+-- Enqueues the jobs of the schedules that are due, the hundred longest due first, and returns how many jobs it made, and
+-- which schedules have failed: {"enqueued": 3, "failed": [{"schedule", "error"}, …]}.
 -- Leaves off after three seconds, since a call over REST may take eight: what is left is due at the next call. Measured
 -- on two busy cores: 20 to 45 ms for 100 due of 100,000 schedules, and no more for the whole tick; 2 s for 10,000 due
 -- at once; 0.5 ms for none.
-create function public.enqueue_due_schedules() returns int
+create function public.enqueue_due_schedules_as_json() returns jsonb
 language plpgsql set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan
 set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off set jit = off set lock_timeout = '1s' as $$
 declare
@@ -352,7 +385,9 @@ declare
   batch int := 1;
   largest int := 100;
   began timestamptz;
+  made record;
   total int := 0;
+  failed jsonb := '[]';
 begin
   while clock_timestamp() < at + interval '3 seconds' loop
     -- Of the first hundred in any order, or those that wait for a lock would be the first at every call.
@@ -363,7 +398,9 @@ begin
     exit when cardinality(names) = 0;
     began := clock_timestamp();
     begin
-      total := total + private.enqueue_schedules(names, at);
+      select * into made from private.enqueue_schedules(names, at);
+      total := total + made.enqueued;
+      failed := failed || made.failed;
       batch := case when clock_timestamp() > began + interval '100 ms' then greatest(batch / 10, 1)
         else least(batch * 10, largest) end;
     exception when others or assert_failure then
@@ -373,17 +410,25 @@ begin
       if cardinality(names) > 1 then continue;
       elsif sqlstate in ('55P03', '40P01') then held := held || names; -- it stays due
       else
-        perform private.enqueue_schedules(names, at, sqlerrm);
+        failed := failed || (private.enqueue_schedules(names, at, left(sqlerrm, 1000))).failed;
         raise warning 'enqueue_due_schedules: schedule %: %', names[1], sqlerrm;
       end if;
     end;
   end loop;
-  return total;
+  return jsonb_build_object('enqueued', total, 'failed', failed);
 end $$;
 
-revoke all on function private.run_after, private.enqueue_schedules, public.schedule_job, public.unschedule_job,
-  public.unschedule_jobs, public.pause_schedule, public.resume_schedule, public.list_schedules, public.ensure_schedules,
-  public.ensure_app_schedules, public.enqueue_due_schedules from public, anon, authenticated;
-grant execute on function private.run_after, private.enqueue_schedules, public.schedule_job, public.unschedule_job,
-  public.unschedule_jobs, public.pause_schedule, public.resume_schedule, public.list_schedules, public.ensure_schedules,
-  public.ensure_app_schedules, public.enqueue_due_schedules to service_role;
+-- The same for SQL: how many jobs it made.
+create function public.enqueue_due_schedules() returns int
+language sql set search_path = pg_catalog, pg_temp as $$
+  select (public.enqueue_due_schedules_as_json() ->> 'enqueued')::int
+$$;
+
+revoke all on function private.check_tenant, private.run_after, private.enqueue_schedules, public.schedule_job,
+  public.unschedule_job, public.unschedule_jobs, public.pause_schedule, public.resume_schedule, public.list_schedules,
+  public.ensure_schedules, public.ensure_app_schedules, public.enqueue_due_schedules_as_json, public.enqueue_due_schedules
+  from public, anon, authenticated;
+grant execute on function private.check_tenant, private.run_after, private.enqueue_schedules, public.schedule_job,
+  public.unschedule_job, public.unschedule_jobs, public.pause_schedule, public.resume_schedule, public.list_schedules,
+  public.ensure_schedules, public.ensure_app_schedules, public.enqueue_due_schedules_as_json, public.enqueue_due_schedules
+  to service_role;

@@ -374,6 +374,12 @@ declare
   tried boolean := false;
   not_tried text;
 begin
+  if to_regclass('net.http_request_queue') is null then
+    ok := false;
+    detail := 'cannot be tried: pg_net is not installed';
+    todo := 'Create it, or have something else call the drain function.';
+    return;
+  end if;
   -- The last poke of each sort that tells something: that has its answer, or must have lost it. That a worker accepts
   -- pokes says less than what the last try found.
   select a.* into answer from (
@@ -493,6 +499,13 @@ begin
           todo := 'Run select vault.create_secret(''<CRON_SECRET of the functions>'', ''cron_secret''), '
             'or vault.update_secret where it exists.';
         when 'tick' then
+          ok := false;
+          todo := 'Run select enable_dispatch(), or have something else call the drain function.';
+          if to_regclass('cron.job') is null or not (select d.enabled from private.dispatch d) then
+            detail := case when to_regclass('cron.job') is null then 'pg_cron is not installed' else 'dispatch is off' end;
+            return next;
+            continue;
+          end if;
           -- A database that was made from another as template has its jobs, which run in that one.
           select j.jobid, j.active into tick from cron.job j
           where j.jobname = 'nightshift_tick' and j.database = current_database() order by j.active desc limit 1;
@@ -500,7 +513,6 @@ begin
           select d.status, d.return_message, coalesce(d.start_time, d.end_time) as at into run from cron.job_run_details d
           where d.jobid = tick.jobid and (d.start_time is not null or d.status = 'failed') order by d.runid desc limit 1;
           detail := case
-            when not (select d.enabled from private.dispatch d) then 'dispatch is off'
             when tick.jobid is null then 'not scheduled'
             when not tick.active then 'scheduled, but paused'
             when run.status is null then 'scheduled, but has never run'
@@ -525,7 +537,7 @@ begin
           ok := coalesce(ready.oldest > clock_timestamp() - interval '30 seconds', true);
           detail := case when ready.total = 0 then 'none' else format('%s%s, the oldest due since %s',
             ready.total, case when ready.total = 10000 then '+' end, date_trunc('second', ready.oldest)) end;
-          todo := 'Mend the items above. If all hold, look in pg_stat_activity for an old transaction, which may keep rows '
+          todo := 'Mend the items above, or call the drain function. If all hold, look in pg_stat_activity for an old transaction, which may keep rows '
             'locked, and read the log of job-worker: it fails, takes not all kinds, or has more work than it can do.';
         when 'long jobs' then
           -- Where some run, somebody takes them, and is busy.
@@ -547,14 +559,16 @@ begin
         when 'schedules' then
           select min(s.next_run) into found_at from public.schedules s where not s.paused;
           select string_agg(format('%s (%s)', f.name, f.last_error), ', ') into found_text from (
-            select s.name, s.last_error from public.schedules s where s.last_error is not null order by s.name limit 10
+            select '_app/schedules.ts' as name, a.error as last_error from private.app_schedules a where a.error is not null
+            union all
+            (select s.name, s.last_error from public.schedules s where s.last_error is not null order by s.name limit 10)
           ) f;
           found_at := nullif(found_at, greatest(found_at, clock_timestamp() - interval '30 seconds'));
           ok := found_at is null and found_text is null;
           detail := coalesce('failed: ' || left(found_text, 300),
             'one is overdue since ' || date_trunc('second', found_at), 'none is overdue');
           todo := 'Mend what is named, and run select resume_schedule(name) where that is paused. The tick enqueues what '
-            'is due: mend it. If it holds, look in pg_stat_activity for what keeps a schedule''s row locked.';
+            'is due, or the drain function: mend that. If it holds, look in pg_stat_activity for what keeps a schedule''s row locked.';
         when 'kinds' then
           -- Of jobs that died within the last day because no worker knew their kind: see declare_job_kinds.
           select string_agg(distinct d.kind, ', ') into found_text from (
@@ -566,7 +580,7 @@ begin
           ok := found_text is null;
           detail := coalesce('unknown to the worker that had them: ' || left(found_text, 300), 'none is unknown');
           todo := 'Deploy the functions that know them: the first worker that does puts those jobs back. '
-            'If the kind is a slip, delete them.';
+            'If the kind is a slip, delete them, and unschedule what enqueues it.';
         when 'purge' then
           -- Jobs that it should have deleted an hour ago.
           select string_agg(format('%s (%s)', k.kind, k.status), ', ') into found_text

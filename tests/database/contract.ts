@@ -152,11 +152,16 @@ export async function useContract(api: Api): Promise<void> {
   assert.deepEqual(await api.call("schedule_job", { ...schedule, overlap: "skip" }), next);
   const definitions = [{ name: "app:a", cron: "10 seconds", kind: "test", next_run: "2020-01-01T00:00:00Z" }];
   const ensured = { scheduled: ["app:a"], removed: ["app:b"] };
-  assert.deepEqual(await api.call("ensure_app_schedules", { digest: "x", definitions }), [ensured]);
+  const digest = "x";
+  assert.deepEqual(await api.call("ensure_app_schedules", { digest, definitions }), [{
+    ...ensured,
+    error: null,
+  }]);
   assert.deepEqual(await api.call("ensure_schedules", { definitions, prefix: "app:" }), [
     { scheduled: [], removed: [] },
   ]);
   assert.deepEqual(await api.call("enqueue_due_schedules"), [1]);
+  assert.deepEqual(await api.call("enqueue_due_schedules_as_json"), [{ enqueued: 0, failed: [] }]);
   const listed = await api.call<Row>("list_schedules", { prefix: "app:" });
   assert.deepEqual(listed.map(({ name, last_status }) => [name, last_status]), [["app:a", "pending"]]);
   assert.equal((await api.read("schedules", "name", "app:a")).length, 1);

@@ -217,7 +217,11 @@ Deno.test("what fails stops no other: it says why, and goes on with its next run
     create trigger refuse before insert on jobs for each row execute function public.refuse()`).simple();
   const warnings: string[] = [];
   const sql = db.connect("postgres", { max: 1, onnotice: ({ message }) => warnings.push(message ?? "") });
-  assert.equal(await enqueueDue(sql), 3);
+  const { enqueued, failed } = only(await sql`select enqueue_due_schedules_as_json() as answer`).answer;
+  assert.equal(enqueued, 3);
+  const why = new Map(failed.map(({ schedule, error }: Record<string, string>) => [schedule, error]));
+  assert.deepEqual([...why.keys()].sort(), ["bad", "gone"]);
+  assert.equal(why.get("bad"), "the app has had enough");
   assert.deepEqual((await db.sql`select schedule from jobs order by 1`).map(({ schedule }) => schedule), [
     "gone",
     "good 1",

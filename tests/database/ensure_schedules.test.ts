@@ -34,11 +34,12 @@ async function ensureApp(
   sql: postgres.Sql,
   digest: string,
   definitions: postgres.JSONValue,
-): Promise<Ensured> {
-  const { scheduled, removed } = only(
-    await sql<Ensured[]>`select * from ensure_app_schedules(${digest}, ${sql.json(definitions)})`,
+): Promise<Ensured & { error: string | null }> {
+  const { scheduled, removed, error } = only(
+    await sql<(Ensured & { error: string | null })[]>`
+      select * from ensure_app_schedules(${digest}, ${sql.json(definitions)})`,
   );
-  return { scheduled, removed };
+  return { scheduled, removed, error };
 }
 
 /** Each schedule with the version of its row, which changes with every update. */
@@ -105,6 +106,13 @@ Deno.test("a tenant's call gives its definitions that tenant, and removes no oth
   });
   const tenants = await db.sql`select tenant from schedules order by name`;
   assert.deepEqual(tenants.map(({ tenant }) => tenant), [null, "b", "a", "c"]);
+  // Nor takes it another's, or nobody's, for itself.
+  for (const name of ["p:1", "p:2"]) {
+    await assert.rejects(ensure([hourly("p:5"), hourly(name)], "p:", "a"), {
+      code: "22023",
+      message: `ensure_schedules: entry 1, '${name}': name '${name}' is that of another tenant's schedule`,
+    });
+  }
   assert.deepEqual(await ensure([], "p:", "a"), { scheduled: [], removed: ["p:3"] });
   assert.deepEqual(await ensure([], "p:"), { scheduled: [], removed: ["p:1", "p:2", "p:4"] });
 });
@@ -112,14 +120,14 @@ Deno.test("a tenant's call gives its definitions that tenant, and removes no oth
 const unusable: [definitions: postgres.JSONValue, message: string][] = [
   [{}, "definitions is object, not an array"],
   [["x"], "entry 0: it is string, not an object"],
-  [[hourly("p:a"), hourly("p:b", { paused: true })], "entry 1: it has no field 'paused'"],
+  [[hourly("p:a"), hourly("p:b", { paused: true })], "entry 1, 'p:b': there is no field 'paused'"],
   [[{ cron: "@hourly", kind: "test" }], "entry 0: name null does not have 1 to 200 characters"],
-  [[hourly("p:a"), hourly("p:a")], "entry 1: name 'p:a' is there already"],
-  [[hourly("a")], "entry 0: name 'a' does not start with 'p:'"],
-  [[hourly("p:a"), hourly("p:b", { kind: "B" })], "entry 1: kind 'B' is not a kind's name"],
-  [[hourly("p:a", { cron: "0 25 * * *" })], "entry 0: hour: 25 is not within 0-23"],
-  [[hourly("p:a", { priority: "high" })], 'entry 0: invalid input syntax for type integer: "high"'],
-  [[hourly("p:a", { next_run: "soon" })], "entry 0: invalid input syntax for type timestamp"],
+  [[hourly("p:a"), hourly("p:a")], "entry 1, 'p:a': name 'p:a' is there already"],
+  [[hourly("a")], "entry 0, 'a': name 'a' does not start with 'p:'"],
+  [[hourly("p:a"), hourly("p:b", { kind: "B" })], "entry 1, 'p:b': kind 'B' is not a kind's name"],
+  [[hourly("p:a", { cron: "0 25 * * *" })], "entry 0, 'p:a': hour: 25 is not within 0-23"],
+  [[hourly("p:a", { priority: "high" })], `entry 0, 'p:a': invalid input syntax for type integer: "high"`],
+  [[hourly("p:a", { next_run: "soon" })], "entry 0, 'p:a': invalid input syntax for type timestamp"],
 ];
 
 Deno.test("one wrong definition is named by its entry, and nothing is written", async () => {
@@ -137,6 +145,7 @@ Deno.test("one wrong definition is named by its entry, and nothing is written", 
   for (const prefix of ["", null]) {
     await assert.rejects(ensure([], prefix), { code: "22023", message: /prefix is not given/ });
   }
+  await assert.rejects(ensure([], "p:", ""), { code: "22023", message: /tenant is empty/ });
   assert.deepEqual(await allSchedules(db.sql), ["p:old"]);
 });
 
@@ -157,29 +166,57 @@ Deno.test("what is there as defined waits for nobody's lock", async () => {
   await holder.sql`rollback`;
 });
 
+const nothingDone = { scheduled: [], removed: [], error: null };
+
 Deno.test("the app's schedules are brought in step once for each digest", async () => {
   const definitions = [hourly("app:a"), hourly("app:b")];
-  const nothing = { scheduled: [], removed: [] };
-  assert.deepEqual(await ensureApp(db.sql, "1", definitions), { scheduled: ["app:a", "app:b"], removed: [] });
+  assert.deepEqual(await ensureApp(db.sql, "1", definitions), {
+    scheduled: ["app:a", "app:b"],
+    removed: [],
+    error: null,
+  });
   // What an operator does stays until the app declares something else; the pause even then.
   await db.sql`select unschedule_job('app:a'), pause_schedule('app:b')`;
-  assert.deepEqual(await ensureApp(db.sql, "1", definitions), nothing);
+  assert.deepEqual(await ensureApp(db.sql, "1", definitions), nothingDone);
   assert.deepEqual(await allSchedules(db.sql), ["app:b"]);
   assert.deepEqual(await ensureApp(db.sql, "2", [...definitions, hourly("app:c")]), {
     scheduled: ["app:a", "app:c"],
     removed: [],
+    error: null,
   });
   assert.equal((await schedule(db.sql, "app:b")).paused, true);
-  assert.deepEqual(await ensureApp(db.sql, "3", []), { scheduled: [], removed: ["app:a", "app:b", "app:c"] });
+  assert.deepEqual(await ensureApp(db.sql, "3", []), {
+    scheduled: [],
+    removed: ["app:a", "app:b", "app:c"],
+    error: null,
+  });
 });
 
-Deno.test("a digest whose definitions are refused is not taken for done", async () => {
-  await assert.rejects(ensureApp(db.sql, "1", [hourly("other")]), {
-    code: "22023",
-    message: /start with 'app:'/,
-  });
-  assert.equal((await db.sql`select from private.app_schedules`).count, 0);
-  assert.deepEqual((await ensureApp(db.sql, "1", [hourly("app:a")])).scheduled, ["app:a"]);
+Deno.test("a digest whose definitions are refused is not taken for done: nothing is changed, and the health says why until it is mended", async () => {
+  const health = async () =>
+    only(await db.sql`select ok, detail from job_dispatch_health() where item = 'schedules'`);
+  await ensureApp(db.sql, "1", [hourly("app:a")]);
+  const error = "ensure_schedules: entry 1, 'app:b': hour: 25 is not within 0-23";
+  const wrong = [hourly("app:c"), hourly("app:b", { cron: "0 25 * * *" })];
+  for (let i = 0; i < 2; i++) {
+    assert.deepEqual(await ensureApp(db.sql, "2", wrong), { scheduled: [], removed: [], error });
+    assert.deepEqual({ ...await health() }, { ok: false, detail: `failed: _app/schedules.ts (${error})` });
+  }
+  assert.deepEqual(await allSchedules(db.sql), ["app:a"]);
+  // By going back as well as by going on.
+  assert.deepEqual(await ensureApp(db.sql, "1", [hourly("app:a")]), nothingDone);
+  assert.equal((await health()).ok, true);
+  await ensureApp(db.sql, "2", wrong);
+  assert.deepEqual((await ensureApp(db.sql, "3", [hourly("app:b")])).scheduled, ["app:b"]);
+  assert.equal((await health()).ok, true);
+});
+
+Deno.test("who keeps the app's digest locked keeps a worker that starts for a second at most", async () => {
+  await ensureApp(db.sql, "1", []);
+  const holder = await openTransaction(db);
+  await holder.sql`update private.app_schedules set digest = '2' where one`;
+  await assert.rejects(ensureApp(db.sql, "3", []), { code: "55P03" });
+  await holder.sql`rollback`;
 });
 
 Deno.test("of many who bring one digest in step one does it, and after its end; should that roll back, another does", async () => {

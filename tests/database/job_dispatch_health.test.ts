@@ -126,7 +126,8 @@ Deno.test("extensions that are missing are named, and the rest still answers", a
   }
   const items = await health(db.sql);
   assert.equal(items.extensions?.detail, "missing: pg_cron, pg_net, supabase_vault");
-  assert.deepEqual([items.extensions?.ok, items.project_url?.ok, items.tick?.ok], [false, false, null]);
+  assert.deepEqual([items.extensions?.ok, items.project_url?.ok, items.tick?.ok], [false, false, false]);
+  for (const { todo } of [items.tick, items.worker]) assert.match(todo ?? "", /call the drain function/);
 });
 
 Deno.test("a tick that is off, missing, paused, never ran, failed, hangs or stopped is told apart", async () => {
@@ -146,6 +147,7 @@ Deno.test("a tick that is off, missing, paused, never ran, failed, hangs or stop
   assert.match((await item(db.sql, "tick")).detail, /: connection failed$/);
 
   const todo = "Run select enable_dispatch().";
+  const off = "Run select enable_dispatch(), or have something else call the drain function.";
   await cron`select cron.alter_job(jobid, active => false) from cron.job where jobname = 'nightshift_tick'`;
   assert.deepEqual(await item(db.sql, "tick"), { ok: false, detail: "scheduled, but paused", todo });
   await cron`update cron.job set active = true, database = 'postgres' where jobname = 'nightshift_tick'`;
@@ -156,7 +158,7 @@ Deno.test("a tick that is off, missing, paused, never ran, failed, hangs or stop
   await db.sql`select enable_dispatch()`;
   assert.match((await item(db.sql, "tick")).detail, /has never run/);
   await db.sql`select disable_dispatch()`;
-  assert.deepEqual(await item(db.sql, "tick"), { ok: false, detail: "dispatch is off", todo });
+  assert.deepEqual(await item(db.sql, "tick"), { ok: false, detail: "dispatch is off", todo: off });
 });
 
 Deno.test("the worker's last answer is shown, with what to do about it", async () => {

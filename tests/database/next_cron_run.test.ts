@@ -67,6 +67,7 @@ Deno.test("fields are lists, ranges, steps and names; the days are as in Vixie c
     ["30 4 1 1 *", "Europe/Berlin", "1931-06-01 00:00", "1932-01-01 03:30"],
     ["  0\t9 \n * *   * ", "europe/berlin", "2024-01-01 00:00", "2024-01-01 08:00"],
     ["0 9 * * *", "Etc/GMT+3", "2024-01-01 00:00", "2024-01-01 12:00"],
+    ["0 9 * * *", "Etc/GMT-14", "2024-01-01 00:00", "2024-01-01 19:00"],
   ]);
 });
 
@@ -143,10 +144,10 @@ Deno.test("what is not usable is refused, naming the field and the value", async
     ["0 0 * * 5L", "day of week: '5L' cannot be read", "Give a list of"],
     ["0 0 30 2 *", "'0 0 30 2 *' never runs", "None of its months has such a day."],
     ["0 0 31 4,6,9,11 */2", "'0 0 31 4,6,9,11 */2' never runs", "None of its months has such a day."],
-    ["0 0 9 * * *", "'0 0 9 * * *' has 6 fields, not 5", "Give minute, hour"],
-    ["@reboot", "'@reboot' has 1 fields, not 5", "Give minute, hour"],
-    ["2 weeks", "'2 weeks' has 2 fields, not 5", "Give minute, hour"],
-    [" ", "' ' has 0 fields, not 5", "Give minute, hour"],
+    ["0 0 9 * * *", "'0 0 9 * * *' does not have 5 fields", "Give minute, hour"],
+    ["@reboot", "'@reboot' does not have 5 fields", "Give minute, hour"],
+    ["2 weeks", "'2 weeks' does not have 5 fields", "Give minute, hour"],
+    [" ", "' ' does not have 5 fields", "Give minute, hour"],
     ["9 seconds", "9 seconds is not within 10 seconds to 366 days", ""],
     ["999999999 days", "999999999 days is not within 10 seconds to 366 days", ""],
     ["1,".repeat(100) + " * * * *", "cron has more than 200 characters", ""],
@@ -173,6 +174,9 @@ Deno.test("what is not usable is refused, naming the field and the value", async
       "+02:00",
       "<a>-2",
       "Japan",
+      "Etc/GMT+13",
+      "Etc/GMT-15",
+      "etc/gmt5",
     ]
   ) {
     for (const cron of ["0 0 * * *", "5 minutes"]) {

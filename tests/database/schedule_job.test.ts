@@ -79,7 +79,7 @@ const refusals: [args: string, message: RegExp][] = [
   ["'', '@hourly', 'test'", /^schedule_job: name '' does not have/],
   ["repeat('a', 201), '@hourly', 'test'", /^schedule_job: name 'a+' does not have/],
   [String.raw`E'a\nb', '@hourly', 'test'`, /none of them a control character/],
-  ["'a', 'each hour', 'test'", /^schedule_job: 'each hour' has 2 fields/],
+  ["'a', 'each hour', 'test'", /^schedule_job: 'each hour' does not have 5 fields/],
   ["'a', '61 * * * *', 'test'", /^schedule_job: minute: 61 is not within 0-59/],
   ["'a', null, 'test'", /^schedule_job: cron is null/],
   ["'a', '@hourly', 'test', time_zone => 'Nowhere'", /^schedule_job: .*Nowhere/],
@@ -94,6 +94,7 @@ const refusals: [args: string, message: RegExp][] = [
   ["'a', '@hourly', 'test', tenant => ''", /^schedule_job: tenant does not have 1 to 512 bytes/],
   ["'a', '@hourly', 'test', tenant => repeat('ä', 257)", /^schedule_job: tenant/],
   ["'a', '@hourly', 'test', next_run => 'infinity'", /^schedule_job: next_run is infinity/],
+  ["'a', '@hourly', 'test', next_run => '4713-01-01 BC'", /^schedule_job: next_run is 4713.* BC/],
   ["'a', '@hourly', 'test', to_jsonb(repeat('x', 4000000))", /^schedule_job: payload or context has more/],
   ["'a', '@hourly', 'test', context => to_jsonb(repeat('x', 4000000))", /payload or context has more/],
 ];
@@ -142,10 +143,10 @@ Deno.test("unschedule_job deletes one and says whether it was there", async () =
 Deno.test("unschedule_jobs deletes by prefix, letter by letter, by tenant or by both, and never all", async () => {
   await addSchedules(db.sql, ["a%1", "a_2", "ab3", "b"]);
   await db.sql`update schedules set tenant = 't' where name in ('ab3', 'b')`;
-  for (const args of ["", "''", "null", "null, null", "'', ''"]) {
+  for (const args of ["", "''", "null", "null, null", "'', ''", "'a', ''"]) {
     await assert.rejects(db.sql.unsafe(`select unschedule_jobs(${args})`), {
       code: "22023",
-      message: /neither prefix nor tenant/,
+      message: args.endsWith(", ''") ? /tenant is empty/ : /neither prefix nor tenant/,
     });
   }
   const unschedule = async (args: string) =>
@@ -194,6 +195,7 @@ Deno.test("list_schedules gives them by name, with their last run and its job, p
   assert.deepEqual(await list("'a', 't'"), ["a2"]);
   assert.deepEqual(await list("max_rows => 2"), ["a%", "a1"]);
   assert.deepEqual(await list("max_rows => 2, after => 'a1'"), ["a2", "b"]);
+  await assert.rejects(list("tenant => ''"), { code: "22023", message: /tenant is empty/ });
   for (const n of ["0", "1001", "null"]) {
     await assert.rejects(list(`max_rows => ${n}`), { code: "22023", message: /max_rows/ });
   }

@@ -246,7 +246,7 @@ Deno.test("what fails of a tick undoes nothing of the rest, and is a warning", a
   for (
     const broken of [
       "rescue_expired_jobs(max_jobs int)",
-      "enqueue_due_schedules()",
+      "enqueue_due_schedules_as_json()",
       "purge_jobs(max_jobs int)",
     ]
   ) {

@@ -222,6 +222,20 @@ Deno.test("schedules that come due while others are enqueued do not keep it from
   }
 });
 
+Deno.test("a schedule that fails is an error of the drain, and a line in the log", async () => {
+  const { sql } = stack;
+  await told();
+  await sql`select schedule_job('gone', '@hourly', 'echo', next_run => clock_timestamp())`;
+  await sql`update schedules set time_zone = 'Atlantis/Capital' where name = 'gone'`;
+  const answer = await answerOf();
+  assert.deepEqual(answer, { ...nothingDone, schedules: 1, queues: { echo: succeeded(1) }, errors: 1 });
+  const [, [hook, why, job]] = await told();
+  assert.deepEqual([hook, job], ["onError", null]);
+  assert.match(why, /^schedule_failed: paused, since there is no next run: .*Atlantis/);
+  assert(stack.lines.some((line) => line.includes('"schedule_failed","schedule":"gone"')));
+  await sql`select unschedule_job('gone')`;
+});
+
 Deno.test("two drains at once and a job-worker beside them run each job, and enqueue each due run, once, and their answers add up", async () => {
   const { sql } = stack;
   const file = join(stack.appDir, "beside");
@@ -328,13 +342,13 @@ for (const how of ["throw", "reject", "hang"]) {
 Deno.test("one step that fails is counted and stops no other; when nothing can be done it answers 500, and the monitor hears of it", async () => {
   const { sql } = stack;
   await told();
-  const functions = ["enqueue_due_schedules", "rescue_expired_jobs", "purge_jobs"];
+  const functions = ["enqueue_due_schedules_as_json", "rescue_expired_jobs", "purge_jobs"];
   await insertJobs(stack, "echo", {});
   try {
-    await sql.unsafe("revoke execute on function enqueue_due_schedules from service_role");
+    await sql.unsafe("revoke execute on function enqueue_due_schedules_as_json from service_role");
     assert.deepEqual(await answerOf(), { ...nothingDone, queues: { echo: succeeded(1) }, errors: 1 });
     const [, [, why, ...noJob]] = await told();
-    assert.match(why, /permission denied for function enqueue_due_schedules/);
+    assert.match(why, /permission denied for function enqueue_due_schedules_as_json/);
     assert.deepEqual(noJob, [null]);
 
     await sql.unsafe(`revoke execute on function ${functions} from service_role`);

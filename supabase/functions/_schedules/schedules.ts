@@ -2,6 +2,7 @@ import { z } from "zod";
 import type { kinds } from "../_app/kinds.ts";
 import { callDatabase, inCamelCase, inSnakeCase } from "../_shared/database.ts";
 import { JobError } from "../_shared/errors.ts";
+import { log } from "../_shared/log.ts";
 import { type EnqueueOptions, type Kind, toArguments } from "../_shared/jobs.ts";
 
 /** Schedules: one function per SQL function, with the same name. All throw JobError; what the database refuses has its SQLSTATE. */
@@ -113,10 +114,20 @@ export async function nextCronRun(
   return time.parse(await callDatabase("next_cron_run", args));
 }
 
-/** Enqueues the job of each schedule that is due, as the tick does; gives back how many. */
+/**
+ * Enqueues the job of each schedule that is due, as the tick does; gives back how many. A schedule whose job cannot be
+ * enqueued is an error in the log.
+ */
 export async function enqueueDueSchedules(): Promise<number> {
-  return z.number().parse(await callDatabase("enqueue_due_schedules", {}));
+  const { enqueued, failed } = due.parse(await callDatabase("enqueue_due_schedules_as_json", {}));
+  for (const each of failed) log("error", "schedule_failed", each);
+  return enqueued;
 }
+
+const due = z.object({
+  enqueued: z.number(),
+  failed: z.array(z.object({ schedule: z.string(), error: z.string() })),
+});
 
 function instant(what: string, date: Date | undefined): string | undefined {
   if (date === undefined || date instanceof Date && Number.isFinite(date.getTime())) {
@@ -129,7 +140,11 @@ function instant(what: string, date: Date | undefined): string | undefined {
 const time = z.string().transform((text) => new Date(text));
 
 /** What was scheduled and what removed, by name. */
-export const ensured = z.object({ scheduled: z.array(z.string()), removed: z.array(z.string()) });
+export const ensured = z.object({
+  scheduled: z.array(z.string()),
+  removed: z.array(z.string()),
+  error: z.string().nullish(),
+});
 
 const listed = z.array(
   z.record(z.string(), z.unknown()).transform(inCamelCase).pipe(z.object({
