@@ -2,8 +2,10 @@ import assert from "node:assert/strict";
 import { join } from "node:path";
 import { createHmac } from "node:crypto";
 import postgres from "postgres";
+import { parse } from "yaml";
 import { recordManagementApi } from "../deploy/management_api.ts";
 import { startWorker } from "../functions/worker_process.ts";
+import { readEnv } from "../../scripts/setup.ts";
 import { projectDir, until } from "../support.ts";
 import { makeClone, type Start } from "./clone.ts";
 
@@ -107,6 +109,34 @@ Deno.test("the README", async (t) => {
       assert.deepEqual([...await schedules()], []);
     } finally {
       await sql.end();
+    }
+  });
+
+  await t.step("the drain is called as GitHub, Kubernetes and Vercel would", async () => {
+    const [actions, cronJob] = blocks("yaml").map((block) => parse(block));
+    const { containers: [container] } = cronJob.spec.jobTemplate.spec.template.spec;
+    const { CRON_SECRET: secret = "" } = await readEnv(join(clone.dir, "supabase/functions/.env"));
+    const env: Record<string, string> = {
+      PROJECT_URL: `http://127.0.0.1:${clone.env.LOCAL_API_PORT}`,
+      CRON_SECRET: secret,
+    };
+    const fill = (text = "") => text.replaceAll(/\$(\w+)/g, (_, name) => env[name] ?? "");
+    for (const command of [actions.jobs.drain.steps[0].run, ...container.args]) {
+      // Not by curl, which is not everywhere.
+      const [, url, name = "", value] = /^curl -fsS -m 150 "(\S+)" -H "(\S+): (.+)"\n$/.exec(command) ?? [];
+      const answer = await fetch(fill(url), { headers: { [name]: fill(value) } });
+      assert.deepEqual([answer.status, (await answer.json()).errors], [200, 0]);
+    }
+    Deno.env.set("PROJECT_URL", env.PROJECT_URL ?? "");
+    try {
+      const { GET } = await import(`data:text/javascript,${encodeURIComponent(blocks("js")[0] ?? "")}`);
+      const call = (bearer: string) =>
+        GET(new Request("http://localhost/", { headers: { Authorization: `Bearer ${bearer}` } }));
+      const answers: Response[] = [await call(secret), await call("x".repeat(32))];
+      assert.deepEqual(answers.map(({ status }) => status), [200, 401]);
+      for (const answer of answers) await answer.body?.cancel();
+    } finally {
+      Deno.env.delete("PROJECT_URL");
     }
   });
 
