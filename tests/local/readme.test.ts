@@ -18,6 +18,8 @@ function blocks(language: string): string[] {
     .map(([, indent = "", text = ""]) => text.replaceAll(new RegExp(`^${indent}`, "gm"), "").trim());
 }
 
+const [webhookSource = ""] = blocks("ts").filter((block) => block.includes("defineWebhookSource("));
+
 Deno.test("the README", async (t) => {
   await using clone = await makeClone();
   await using api = await recordManagementApi();
@@ -161,6 +163,8 @@ Deno.test("the README", async (t) => {
         join(app, "../example/index.ts"),
         [enqueue, enqueueMany].join("\n"),
       );
+      await Deno.mkdir(join(app, "webhooks"), { recursive: true });
+      await Deno.writeTextFile(join(app, "webhooks/billing.ts"), webhookSource);
       const having = (text: string) => blocks("ts").filter((block) => block.includes(text)).join("\n");
       await Deno.writeTextFile(join(app, "../example/schedule.ts"), having("await scheduleJob("));
       await Deno.writeTextFile(join(app, "schedules.ts"), having("satisfies AppSchedules"));
@@ -235,18 +239,15 @@ Deno.test("the README", async (t) => {
   });
 
   await t.step("Stripe's message about a checkout sends one mail, however often it comes", async () => {
-    const [source = ""] = blocks("ts").filter((block) => block.includes("defineWebhookSource("));
     const app = join(clone.dir, "supabase/functions/_app");
     const list = await Deno.readTextFile(join(app, "webhooks.ts"));
     if (list.includes("billing")) return; // followed already
     await Deno.mkdir(join(app, "webhooks"), { recursive: true });
-    await Deno.writeTextFile(join(app, "webhooks/billing.ts"), source);
+    await Deno.writeTextFile(join(app, "webhooks/billing.ts"), webhookSource);
     await Deno.writeTextFile(
       join(app, "webhooks.ts"),
       `import { billing } from "./webhooks/billing.ts";\n${list.replace("= []", "= [billing]")}`,
     );
-    const check = await clone.run(`'${Deno.execPath()}' check supabase/functions`);
-    assert.equal(check.code, 0, check.output);
     const secret = "whsec_0123456789abcdef";
     const env = join(clone.dir, "supabase/functions/.env");
     await Deno.writeTextFile(env, `\nSTRIPE_WEBHOOK_SECRET=${secret}\n`, { append: true });
