@@ -285,6 +285,7 @@ declare
   one jsonb;
   rescued int := 0;
 begin
+  set constraints all immediate; -- a deferred trigger of the app's is to raise here as well
   expired := (
     select coalesce(jsonb_agg(jsonb_build_object(
       'id', e.id, 'lease_token', e.lease_token, 'retry_in', 0, 'error', format(

@@ -204,7 +204,7 @@ begin
 end $$;
 
 -- Makes the schedules whose names start with `prefix` those in [{"name", "cron", "kind", …}], each with the arguments of
--- schedule_job, or those of one tenant, who is then the tenant of each definition that names none. Returns which it has
+-- schedule_job, or those of one tenant, who is then the tenant of each, and touches no other's. Returns which it has
 -- written and which it has deleted, as they were not defined. One that is there as defined is left alone, with its next
 -- run and its pause. Raises 22023 naming the entry, from 0 on, and what of it is not usable; nothing is written then.
 create function public.ensure_schedules(
@@ -262,8 +262,11 @@ begin
         select coalesce(jsonb_object_agg(f.key, f.value), '{}') from jsonb_each(entry.value) f where f.value <> 'null'
       );
       new := jsonb_populate_record(null::public.schedules, entry.value);
-      if tenant is not null and exists (
-        select from public.schedules s where s.name = new.name and s.tenant is distinct from new.tenant
+      if new.tenant is distinct from coalesce(tenant, new.tenant) then
+        raise exception 'tenant % is not that of the call', quote_literal(left(new.tenant, 80)) using errcode = '22023',
+          hint = 'Leave it out, or call without a tenant.';
+      elsif tenant is not null and exists (
+        select from public.schedules s where s.name = new.name and s.tenant is distinct from tenant
       ) then
         raise exception 'name % is that of another tenant''s schedule', quote_literal(new.name) using errcode = '22023',
           hint = 'Give it another name, or unschedule that first.';
@@ -307,7 +310,8 @@ begin
     if found then
       select e.scheduled, e.removed into scheduled, removed from public.ensure_schedules(definitions, 'app:') e;
     end if;
-  exception when data_exception then
+  -- What passes by itself, such as a lock, is raised.
+  exception when data_exception or integrity_constraint_violation or raise_exception then
     error := sqlerrm;
     insert into private.app_schedules as a (digest, error) values ('', sqlerrm)
     on conflict (one) do update set error = excluded.error where a.error is distinct from excluded.error;
@@ -386,9 +390,12 @@ declare
   largest int := 100;
   began timestamptz;
   made record;
+  failure text;
   total int := 0;
   failed jsonb := '[]';
 begin
+  -- So that a deferred trigger on jobs raises here, for its own schedule, and not at the end for all.
+  set constraints all immediate;
   while clock_timestamp() < at + interval '3 seconds' loop
     -- Of the first hundred in any order, or those that wait for a lock would be the first at every call.
     names := array(select n from unnest(array(
@@ -403,16 +410,26 @@ begin
       failed := failed || made.failed;
       batch := case when clock_timestamp() > began + interval '100 ms' then greatest(batch / 10, 1)
         else least(batch * 10, largest) end;
-    exception when others or assert_failure then
+    exception when others or assert_failure or query_canceled then
+      failure := left(sqlerrm, 1000);
+      -- A statement that took too long is at its end, and what it has made is kept; not so when somebody cancels it.
+      if sqlstate = '57014' and clock_timestamp() < began + interval '1 second' then raise; end if;
       -- One of them fails, as when a trigger of the app's on jobs raises: in small steps then; a lock takes a second.
       batch := 1;
       largest := least(largest, case when sqlstate in ('55P03', '40P01') then 1 else 10 end);
-      if cardinality(names) > 1 then continue;
-      elsif sqlstate in ('55P03', '40P01') then held := held || names; -- it stays due
-      else
-        failed := failed || (private.enqueue_schedules(names, at, left(sqlerrm, 1000))).failed;
-        raise warning 'enqueue_due_schedules: schedule %: %', names[1], sqlerrm;
+      if cardinality(names) = 1 then
+        held := held || names; -- it stays due after a lock, or where it cannot be moved on
+        begin
+          if sqlstate not in ('55P03', '40P01') then
+            raise warning 'enqueue_due_schedules: schedule %: %', names[1], failure;
+            failed := failed || jsonb_build_object('schedule', names[1], 'error', failure);
+            perform private.enqueue_schedules(names, at, failure);
+          end if;
+        exception when others or assert_failure then
+          raise warning 'enqueue_due_schedules: schedule % stays due: %', names[1], sqlerrm;
+        end;
       end if;
+      exit when sqlstate = '57014';
     end;
   end loop;
   return jsonb_build_object('enqueued', total, 'failed', failed);

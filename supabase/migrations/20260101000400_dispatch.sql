@@ -502,7 +502,11 @@ begin
           ok := false;
           todo := 'Run select enable_dispatch(), or have something else call the drain function.';
           if to_regclass('cron.job') is null or not (select d.enabled from private.dispatch d) then
-            detail := case when to_regclass('cron.job') is null then 'pg_cron is not installed' else 'dispatch is off' end;
+            detail := 'dispatch is off';
+            if to_regclass('cron.job') is null then
+              detail := 'pg_cron is not installed';
+              todo := 'Create it and run select enable_dispatch(), or have something else call the drain function.';
+            end if;
             return next;
             continue;
           end if;

@@ -283,6 +283,84 @@ Deno.test("with a slow trigger on jobs a call gets through a part, within the ti
   assert.ok(await enqueueDue(sql) >= 1);
 });
 
+/** A database of its own with three schedules due, in which a trigger of the app's does something at that of `bad`. */
+async function withTrigger(trigger: string, body: string) {
+  const db = await createDatabase();
+  await addSchedules(db.sql, ["a", "bad", "z"]);
+  await db.sql`update schedules set next_run = clock_timestamp() - interval '1 minute' where true`;
+  await db.sql.unsafe(`
+    create function public.app() returns trigger language plpgsql as $$ begin ${body} return new; end $$;
+    create ${trigger} for each row execute function public.app()`).simple();
+  return db;
+}
+
+Deno.test("a deferred trigger that raises stops no other, in enqueue_due_schedules, rescue_expired_jobs and purge_jobs", async () => {
+  await using db = await withTrigger(
+    "constraint trigger app after insert or update or delete on jobs deferrable initially deferred",
+    "if (coalesce(new, old)).schedule = 'bad' then raise exception 'not now'; end if;",
+  );
+  assert.equal(await enqueueDue(db.sql), 2);
+  assert.equal((await schedule(db.sql, "bad")).last_error, "not now");
+  // The same of a job that is there, when it is rescued and when it is purged.
+  await db.sql`alter table jobs disable trigger app`;
+  await db.sql`insert into jobs (kind, schedule) values ('test', 'bad')`;
+  await db.sql`select from claim_jobs('gone')`;
+  await db
+    .sql`update jobs set lease_expires_at = clock_timestamp() - interval '1 second' where status = 'running'`;
+  await db.sql`alter table jobs enable trigger app`;
+  assert.equal(only(await db.sql`select rescue_expired_jobs() as n`).n, 2);
+  await db.sql`alter table jobs disable trigger app`;
+  await db.sql`
+    update jobs set status = 'succeeded', finished_at = clock_timestamp() - interval '1 year', lease_expires_at = null,
+      kind = case when schedule = 'bad' then 'other' else kind end
+    where true`;
+  await db.sql`alter table jobs enable trigger app`;
+  assert.equal(only(await db.sql`select purge_jobs() as n`).n, 2);
+});
+
+Deno.test("a trigger that takes longer than a statement may costs its own schedule that run, and what is done by then is kept", async () => {
+  await using db = await withTrigger(
+    "trigger app before insert on jobs",
+    "if new.schedule = 'bad' then perform pg_sleep(60); end if;",
+  );
+  const sql = db.connect("postgres", { max: 1 });
+  await sql`set statement_timeout = '1200ms'`;
+  const errors = [];
+  for (let calls = 0; (await outcome(db.sql)).due > 0; calls++) {
+    assert.ok(calls < 5, "each call gets on");
+    errors.push(
+      ...only(await sql`select enqueue_due_schedules_as_json() as answer`).answer.failed,
+    );
+  }
+  const error = "canceling statement due to statement timeout";
+  assert.deepEqual(errors, [{ schedule: "bad", error }]);
+  assert.deepEqual(await outcome(db.sql), { jobs: 2, schedules: 2, due: 0 });
+  // But whoever cancels it has it canceled.
+  await makeDue(db.sql, "bad");
+  const { pid } = only(await sql`select pg_backend_pid() as pid`);
+  const canceled = assert.rejects(sql`select enqueue_due_schedules()`, { code: "57014" });
+  await until("it to sleep", async () => {
+    const { count } = await db
+      .sql`select from pg_stat_activity where pid = ${pid} and wait_event = 'PgSleep'`;
+    return count === 1;
+  });
+  await db.sql`select pg_cancel_backend(${pid})`;
+  await canceled;
+  assert.equal((await outcome(db.sql)).due, 1);
+});
+
+Deno.test("a schedule that cannot even be moved on stays due, and stops no other", async () => {
+  await using db = await withTrigger(
+    "trigger app before update on schedules",
+    "if new.name = 'bad' then raise exception 'not this one'; end if;",
+  );
+  const { enqueued, failed } = only(
+    await db.sql`select enqueue_due_schedules_as_json() as answer`,
+  ).answer;
+  assert.deepEqual([enqueued, failed], [2, [{ schedule: "bad", error: "not this one" }]]);
+  assert.deepEqual(await outcome(db.sql), { jobs: 2, schedules: 2, due: 1 });
+});
+
 Deno.test("a run that meets a lock stays due for the next call, and holds the others up for a second", async () => {
   await using db = await createDatabase();
   await addSchedules(db.sql, ["a", "locked", "z"]);

@@ -100,12 +100,12 @@ Deno.test("whatever changes of a definition is taken; the pause and, with the sa
 
 Deno.test("a tenant's call gives its definitions that tenant, and removes no other's", async () => {
   await ensure([hourly("p:1"), hourly("p:2", { tenant: "b" })]);
-  assert.deepEqual(await ensure([hourly("p:3"), hourly("p:4", { tenant: "c" })], "p:", "a"), {
+  assert.deepEqual(await ensure([hourly("p:3"), hourly("p:4", { tenant: "a" })], "p:", "a"), {
     scheduled: ["p:3", "p:4"],
     removed: [],
   });
   const tenants = await db.sql`select tenant from schedules order by name`;
-  assert.deepEqual(tenants.map(({ tenant }) => tenant), [null, "b", "a", "c"]);
+  assert.deepEqual(tenants.map(({ tenant }) => tenant), [null, "b", "a", "a"]);
   // Nor takes it another's, or nobody's, for itself.
   for (const name of ["p:1", "p:2"]) {
     await assert.rejects(ensure([hourly("p:5"), hourly(name)], "p:", "a"), {
@@ -113,8 +113,12 @@ Deno.test("a tenant's call gives its definitions that tenant, and removes no oth
       message: `ensure_schedules: entry 1, '${name}': name '${name}' is that of another tenant's schedule`,
     });
   }
-  assert.deepEqual(await ensure([], "p:", "a"), { scheduled: [], removed: ["p:3"] });
-  assert.deepEqual(await ensure([], "p:"), { scheduled: [], removed: ["p:1", "p:2", "p:4"] });
+  await assert.rejects(ensure([hourly("p:2", { tenant: "b" })], "p:", "a"), {
+    code: "22023",
+    message: "ensure_schedules: entry 0, 'p:2': tenant 'b' is not that of the call",
+  });
+  assert.deepEqual(await ensure([], "p:", "a"), { scheduled: [], removed: ["p:3", "p:4"] });
+  assert.deepEqual(await ensure([], "p:"), { scheduled: [], removed: ["p:1", "p:2"] });
 });
 
 const unusable: [definitions: postgres.JSONValue, message: string][] = [
