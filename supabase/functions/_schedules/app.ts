@@ -1,5 +1,5 @@
 import { createHash } from "node:crypto";
-import { callDatabase } from "../_shared/database.ts";
+import { callFor } from "../_shared/database.ts";
 import { errorText, JobError } from "../_shared/errors.ts";
 import { log } from "../_shared/log.ts";
 import { type AppSchedules, ensured, scheduleArguments } from "./schedules.ts";
@@ -51,8 +51,10 @@ export async function keepAppSchedules(): Promise<void> {
 async function bringInStep(): Promise<void> {
   const definitions = await loadAppSchedules();
   const digest = createHash("sha256").update(JSON.stringify(definitions)).digest("hex");
-  const answer = await callDatabase("ensure_app_schedules", { digest, definitions });
-  const { scheduled, removed, error } = ensured.parse(answer);
+  const { scheduled, removed, error } = await callFor(ensured, "ensure_app_schedules", {
+    digest,
+    definitions,
+  });
   if (error) throw new JobError("22023", error, "Correct _app/schedules.ts: nothing of it was changed.");
   if (scheduled.length + removed.length > 0) log("info", "app_schedules_changed", { scheduled, removed });
 }

@@ -8,6 +8,7 @@ import {
   workJobs,
 } from "../_shared/jobs.ts";
 import { log, logWatch } from "../_shared/log.ts";
+import { within } from "../_shared/timer.ts";
 import { timeoutOf } from "../_shared/worker.ts";
 import { ensureAppSchedules } from "./app.ts";
 
@@ -91,7 +92,7 @@ export async function drain(options: DrainOptions, hooks: DrainHooks): Promise<D
   } finally {
     const all = Promise.all(calls);
     EdgeRuntime.waitUntil(all);
-    await within(HOOK_MS, all).catch(() => {}); // each says it by itself
+    await within(HOOK_MS, all, late()).catch(() => {}); // each says it by itself
   }
 
   /** Hears what is logged in this drain. */
@@ -107,27 +108,17 @@ export async function drain(options: DrainOptions, hooks: DrainHooks): Promise<D
   }
 }
 
+const late = () => new Error(`it was not over after ${HOOK_MS / 1000} s`);
+
 /** Calls a hook, whose own errors are none of the drain's. */
 function call(hook: string, run: () => unknown): Promise<void> {
   return logWatch.run(undefined, async () => {
     try {
-      await within(HOOK_MS, (async () => await run())());
+      await within(HOOK_MS, (async () => await run())(), late());
     } catch (error) {
       log("error", "drain_hook_failed", { hook, error: errorText(error) }, error);
     }
   });
-}
-
-async function within<T>(ms: number, promise: Promise<T>): Promise<T> {
-  let timer: ReturnType<typeof setTimeout> | undefined;
-  const late = new Promise<never>((_, reject) => {
-    timer = setTimeout(() => reject(new Error(`it was not over after ${ms / 1000} s`)), ms);
-  });
-  try {
-    return await Promise.race([promise, late]);
-  } finally {
-    clearTimeout(timer);
-  }
 }
 
 async function runSteps(report: DrainReport, options: DrainOptions): Promise<void> {

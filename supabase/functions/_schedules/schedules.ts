@@ -1,7 +1,6 @@
 import { z } from "zod";
 import type { kinds } from "../_app/kinds.ts";
-import { callDatabase, inCamelCase, inSnakeCase } from "../_shared/database.ts";
-import { JobError } from "../_shared/errors.ts";
+import { callFor, inSnakeCase, instant, rowsOf } from "../_shared/database.ts";
 import { log } from "../_shared/log.ts";
 import { type EnqueueOptions, type Kind, toArguments } from "../_shared/jobs.ts";
 
@@ -42,7 +41,7 @@ export async function scheduleJob<K extends Kind>(
   options: ScheduleOptions = {},
 ): Promise<Date> {
   const args = await scheduleArguments("scheduleJob", { name, cron, kind, payload, ...options });
-  return time.parse(await callDatabase("schedule_job", args));
+  return await callFor(time, "schedule_job", args);
 }
 
 /** The arguments of schedule_job, once the payload fits; `where` begins the error of one that does not. */
@@ -69,41 +68,32 @@ export async function ensureSchedules(
   for (const [n, definition] of definitions.entries()) {
     given.push(await scheduleArguments(`ensureSchedules: entry ${n}`, definition));
   }
-  const answer = await callDatabase("ensure_schedules", { definitions: given, ...options });
-  return ensured.parse(answer);
+  return await callFor(ensured, "ensure_schedules", { definitions: given, ...options });
 }
 
 /** Removes a schedule; false when there is none of that name. */
-export async function unscheduleJob(name: string): Promise<boolean> {
-  return z.boolean().parse(await callDatabase("unschedule_job", { name }));
-}
+export const unscheduleJob = (name: string): Promise<boolean> =>
+  callFor(z.boolean(), "unschedule_job", { name });
 
 /** Removes the schedules whose names begin with `prefix`, or of a tenant, or both; gives back how many. One must be given. */
-export async function unscheduleJobs(
+export const unscheduleJobs = (
   { prefix, tenant }: { prefix?: string; tenant?: string },
-): Promise<number> {
+): Promise<number> =>
   // Null, where leaving it out would mean another call.
-  return z.number().parse(
-    await callDatabase("unschedule_jobs", { prefix: prefix ?? null, tenant: tenant ?? null }),
-  );
-}
+  callFor(z.number(), "unschedule_jobs", { prefix: prefix ?? null, tenant: tenant ?? null });
 
 /** Nothing is enqueued until it is resumed; false when there is no such schedule. */
-export async function pauseSchedule(name: string): Promise<boolean> {
-  return z.boolean().parse(await callDatabase("pause_schedule", { name }));
-}
+export const pauseSchedule = (name: string): Promise<boolean> =>
+  callFor(z.boolean(), "pause_schedule", { name });
 
 /** When it runs next, runs that were due while it was paused being left out; null when there is no such schedule. */
-export async function resumeSchedule(name: string): Promise<Date | null> {
-  return time.nullable().parse(await callDatabase("resume_schedule", { name }));
-}
+export const resumeSchedule = (name: string): Promise<Date | null> =>
+  callFor(time.nullable(), "resume_schedule", { name });
 
 /** Schedules by name: at most `maxRows` (1,000), and after the one named `after`, the last of the page before. */
-export async function listSchedules(
+export const listSchedules = (
   options: { prefix?: string; tenant?: string; maxRows?: number; after?: string } = {},
-): Promise<z.output<typeof listed>> {
-  return listed.parse(await callDatabase("list_schedules", options));
-}
+): Promise<z.output<typeof listed>> => callFor(listed, "list_schedules", options);
 
 /** The first run after `after` (now). Throws JobError 22023 naming what is wrong with the expression or the time zone. */
 export async function nextCronRun(
@@ -111,7 +101,7 @@ export async function nextCronRun(
   { timeZone, after }: { timeZone?: string; after?: Date } = {},
 ): Promise<Date> {
   const args = { cron, timeZone, after: instant("nextCronRun: after", after) };
-  return time.parse(await callDatabase("next_cron_run", args));
+  return await callFor(time, "next_cron_run", args);
 }
 
 /**
@@ -119,7 +109,7 @@ export async function nextCronRun(
  * enqueued is an error in the log.
  */
 export async function enqueueDueSchedules(): Promise<number> {
-  const { enqueued, failed } = due.parse(await callDatabase("enqueue_due_schedules_as_json", {}));
+  const { enqueued, failed } = await callFor(due, "enqueue_due_schedules_as_json", {});
   for (const each of failed) log("error", "schedule_failed", each);
   return enqueued;
 }
@@ -128,13 +118,6 @@ const due = z.object({
   enqueued: z.number(),
   failed: z.array(z.object({ schedule: z.string(), error: z.string() })),
 });
-
-function instant(what: string, date: Date | undefined): string | undefined {
-  if (date === undefined || date instanceof Date && Number.isFinite(date.getTime())) {
-    return date?.toISOString();
-  }
-  throw new JobError("22023", `${what} is not a Date with a time`);
-}
 
 /** A time as REST gives it. Date has milliseconds: the rest is cut. */
 const time = z.string().transform((text) => new Date(text));
@@ -146,20 +129,18 @@ export const ensured = z.object({
   error: z.string().nullish(),
 });
 
-const listed = z.array(
-  z.record(z.string(), z.unknown()).transform(inCamelCase).pipe(z.object({
-    name: z.string(),
-    cron: z.string(),
-    timeZone: z.string(),
-    kind: z.string(),
-    payload: z.unknown(),
-    tenant: z.string().nullable(),
-    overlap: z.enum(["allow", "skip"]),
-    paused: z.boolean(),
-    nextRun: time,
-    lastRun: time.nullable(),
-    lastJobId: z.string().nullable(),
-    lastStatus: z.string().nullable(),
-    lastError: z.string().nullable(),
-  })),
-);
+const listed = rowsOf({
+  name: z.string(),
+  cron: z.string(),
+  timeZone: z.string(),
+  kind: z.string(),
+  payload: z.unknown(),
+  tenant: z.string().nullable(),
+  overlap: z.enum(["allow", "skip"]),
+  paused: z.boolean(),
+  nextRun: time,
+  lastRun: time.nullable(),
+  lastJobId: z.string().nullable(),
+  lastStatus: z.string().nullable(),
+  lastError: z.string().nullable(),
+});

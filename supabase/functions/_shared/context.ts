@@ -3,6 +3,7 @@ import { z } from "zod";
 import { apiKey, requiredEnv, serviceClient } from "./database.ts";
 import { JobError } from "./errors.ts";
 import { isSignedWith, readToken, type SigningKey, signingKey, signToken } from "./jwt.ts";
+import { within } from "./timer.ts";
 
 /** Who asked for a job. A type, since an interface is not JSON to the compiler. */
 export type Context = {
@@ -61,11 +62,9 @@ function ownSecret(kid: string | undefined): SigningKey | null {
  * about a token that none of them has signed.
  */
 async function isKnownToAuth(token: string): Promise<boolean> {
-  const late = Promise.withResolvers<never>();
-  const tooLate = new JobError("unreachable", `contextOf: Auth gave no answer within ${ANSWER_MS / 1000} s`);
-  const timer = setTimeout(() => late.reject(tooLate), ANSWER_MS);
+  const late = new JobError("unreachable", `contextOf: Auth gave no answer within ${ANSWER_MS / 1000} s`);
   try {
-    const { error } = await Promise.race([serviceClient().auth.getClaims(token), late.promise]);
+    const { error } = await within(ANSWER_MS, serviceClient().auth.getClaims(token), late);
     if (!error) return true;
     if ([400, 401, 403].includes(error.status ?? 0)) return false;
     const detail = `contextOf: Auth did not answer: ${error.message}`;
@@ -74,8 +73,6 @@ async function isKnownToAuth(token: string): Promise<boolean> {
     if (error instanceof JobError) throw error;
     // Its public key and its algorithm do not go together.
     return false;
-  } finally {
-    clearTimeout(timer);
   }
 }
 

@@ -55,6 +55,22 @@ export async function callDatabase(name: string, args: Arguments, timeoutMs = 10
   return data;
 }
 
+/** Calls a SQL function as callDatabase does, and reads its answer by a schema. */
+export const callFor = async <Answer>(answer: z.ZodType<Answer>, ...call: Parameters<typeof callDatabase>) =>
+  answer.parse(await callDatabase(...call));
+
+/** The schema of rows with these columns, whose names become camelCase. */
+export const rowsOf = <Shape extends z.ZodRawShape>(shape: Shape) =>
+  z.array(z.record(z.string(), z.unknown()).transform(inCamelCase).pipe(z.object(shape)));
+
+/** A time as an argument; undefined when it is left out. Throws JobError 22023, `what` first, when it is no time. */
+export function instant(what: string, date: Date | undefined): string | undefined {
+  if (date === undefined || date instanceof Date && Number.isFinite(date.getTime())) {
+    return date?.toISOString();
+  }
+  throw new JobError("22023", `${what} is not a Date with a time`);
+}
+
 /** What Postgres, or its API, has raised. */
 export function databaseError(
   { code, message, details, hint }: { code: string; message: string; details?: string; hint?: string },

@@ -1,7 +1,7 @@
 import { z } from "zod";
 import { kinds } from "../_app/kinds.ts";
 import { type App, assertJson, describeIssue } from "./attempt.ts";
-import { callDatabase, inSnakeCase } from "./database.ts";
+import { callDatabase, callFor, inSnakeCase, instant } from "./database.ts";
 import { JobError } from "./errors.ts";
 import type { Handler, HandlersOf } from "./kinds.ts";
 import { withWebhooks } from "../_webhooks/sources.ts";
@@ -78,7 +78,7 @@ export async function enqueueJobs(jobs: NewJob[]): Promise<{ id: string; created
   for (const [n, { kind, payload, ...options }] of jobs.entries()) {
     entries.push(await toArguments(`enqueueJobs: entry ${n}`, kind, payload, options));
   }
-  return enqueued.parse(await callDatabase("enqueue_jobs_as_json", { jobs: entries }));
+  return await callFor(enqueued, "enqueue_jobs_as_json", { jobs: entries });
 }
 
 const enqueued = z.array(z.object({ id: z.string(), created: z.boolean() }));
@@ -100,16 +100,13 @@ export async function toArguments(where: string, kind: Kind, payload: unknown, o
   if (delay !== undefined && !Number.isFinite(delay)) {
     throw new JobError("22023", `${where}: delay is not a number of seconds`);
   }
-  if (availableAt !== undefined && !(availableAt instanceof Date && Number.isFinite(availableAt.getTime()))) {
-    throw new JobError("22023", `${where}: availableAt is not a Date with a time`);
-  }
   // As given, not as parsed: the worker parses it again, and a schema that transforms would do so twice.
   return inSnakeCase({
     ...options,
     kind,
     payload,
     delay: delay === undefined ? undefined : `${delay} seconds`,
-    availableAt: availableAt?.toISOString(),
+    availableAt: instant(`${where}: availableAt`, availableAt),
   });
 }
 

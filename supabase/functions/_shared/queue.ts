@@ -1,16 +1,8 @@
 import { z } from "zod";
-import { type Arguments, callDatabase, inCamelCase, inSnakeCase } from "./database.ts";
+import { callFor, inSnakeCase, rowsOf } from "./database.ts";
 import type { KindDeclarations } from "./kinds.ts";
 
 /** One function per SQL function of the queue, with the same name. All throw JobError; durations are in seconds. */
-
-/** Rows with these columns, whose names become camelCase. */
-const rowsOf = <Shape extends z.ZodRawShape>(shape: Shape) =>
-  z.array(z.record(z.string(), z.unknown()).transform(inCamelCase).pipe(z.object(shape)));
-
-/** Calls a SQL function and reads its answer. */
-const call = async <Answer>(answer: z.ZodType<Answer>, name: string, args: Arguments) =>
-  answer.parse(await callDatabase(name, args));
 
 const ids = z.array(z.string());
 const claimedJobs = rowsOf({
@@ -48,15 +40,15 @@ export const claimJobs = (
     awakeForSeconds?: number;
   } = {},
 ): Promise<ClaimedJob[]> =>
-  call(claimedJobs, "claim_jobs", { worker, ...options, awakeFor: interval(awakeForSeconds) });
+  callFor(claimedJobs, "claim_jobs", { worker, ...options, awakeFor: interval(awakeForSeconds) });
 
 /** Completes jobs, storing their results; gives back the ids that were still held. Safe to repeat. */
 export const completeJobs = (completions: (Lease & { result?: unknown })[]): Promise<string[]> =>
-  call(ids, "complete_jobs", { completions: completions.map(inSnakeCase) });
+  callFor(ids, "complete_jobs", { completions: completions.map(inSnakeCase) });
 
 /** Completes one job; false when it was not held. */
 export const completeJob = (id: string, leaseToken: number, result?: unknown): Promise<boolean> =>
-  call(z.boolean(), "complete_job", { id, leaseToken, result: result ?? null });
+  callFor(z.boolean(), "complete_job", { id, leaseToken, result: result ?? null });
 
 export interface Failure extends Lease {
   error: string;
@@ -75,7 +67,7 @@ type FailedJob = z.output<typeof failedJobs>[number];
 
 /** Ends attempts as failed; gives back what became of the jobs that were still held. */
 export const failJobs = (failures: Failure[]): Promise<FailedJob[]> =>
-  call(failedJobs, "fail_jobs", {
+  callFor(failedJobs, "fail_jobs", {
     failures: failures.map(({ retryIn, ...rest }) => inSnakeCase({ ...rest, retryIn: interval(retryIn) })),
   });
 
@@ -92,31 +84,31 @@ export async function failJob(
 
 /** Gives jobs back without counting the attempt, to be claimed after `delay` seconds; the ids that were still held. */
 export const releaseJobs = (releases: (Lease & { delay?: number })[]): Promise<string[]> =>
-  call(ids, "release_jobs", {
+  callFor(ids, "release_jobs", {
     releases: releases.map(({ delay, ...lease }) => inSnakeCase({ ...lease, delay: interval(delay) })),
   });
 
 /** Extends leases to `leaseSeconds` (60) from now; the ids that are still held. A missing one is lost. */
 export async function extendJobs(leases: Lease[], leaseSeconds = 60): Promise<string[]> {
   const given = leases.map(({ id, leaseToken }) => inSnakeCase({ id, leaseToken }));
-  const rows = await call(rowsOf({ id: z.string() }), "extend_jobs", { leases: given, leaseSeconds });
+  const rows = await callFor(rowsOf({ id: z.string() }), "extend_jobs", { leases: given, leaseSeconds });
   return rows.map(({ id }) => id);
 }
 
 /** Merges fields into the progress of a job, and those of `steps` into its steps; false when it was not held. Safe to repeat. */
 export const checkpointJob = (id: string, leaseToken: number, fields: Record<string, unknown>) =>
-  call(z.boolean(), "checkpoint_job", { id, leaseToken, fields });
+  callFor(z.boolean(), "checkpoint_job", { id, leaseToken, fields });
 
 /** Ends the attempts whose lease has run out as failed; gives back how many. */
 export const rescueExpiredJobs = (maxJobs = 1000): Promise<number> =>
-  call(z.number(), "rescue_expired_jobs", { maxJobs });
+  callFor(z.number(), "rescue_expired_jobs", { maxJobs });
 
 /** Cancels jobs that wait or run; gives back their ids. A running one's handler is told by its signal. */
-export const cancelJobs = (jobs: string[]): Promise<string[]> => call(ids, "cancel_jobs", { ids: jobs });
+export const cancelJobs = (jobs: string[]): Promise<string[]> => callFor(ids, "cancel_jobs", { ids: jobs });
 
 /** Sets when waiting jobs are due, a time that has passed meaning now; the ids of those that wait for it. */
 export const rescheduleJobs = (jobs: string[], availableAt: Date): Promise<string[]> =>
-  call(ids, "reschedule_jobs", { ids: jobs, availableAt });
+  callFor(ids, "reschedule_jobs", { ids: jobs, availableAt });
 
 const deadJobs = rowsOf({
   id: z.string(),
@@ -132,7 +124,7 @@ const deadJobs = rowsOf({
 
 /** Dead jobs, the last to die first: of a kind or of all, at most `maxJobs` (50), and after the job `before` of the last page. */
 export const listDeadJobs = (options: { kind?: string; maxJobs?: number; before?: string } = {}) =>
-  call(deadJobs, "list_dead_jobs", options);
+  callFor(deadJobs, "list_dead_jobs", options);
 
 /**
  * Puts dead jobs of a kind back, or dead and cancelled ones by their ids, with all their attempts; the ids of those that now
@@ -142,22 +134,23 @@ export const retryJobs = (
   { ids: jobs, kind, maxJobs }: { ids?: string[]; kind?: string; maxJobs?: number },
 ): Promise<string[]> =>
   // Null, where leaving it out would mean any job.
-  call(ids, "retry_jobs", { ids: jobs ?? null, kind: kind ?? null, maxJobs });
+  callFor(ids, "retry_jobs", { ids: jobs ?? null, kind: kind ?? null, maxJobs });
 
 /** Deletes what has ended and whose time is over, as the tick does; gives back how many. */
-export const purgeJobs = (maxJobs = 10_000): Promise<number> => call(z.number(), "purge_jobs", { maxJobs });
+export const purgeJobs = (maxJobs = 10_000): Promise<number> =>
+  callFor(z.number(), "purge_jobs", { maxJobs });
 
 const lostAttempts = rowsOf({ jobId: z.string(), kind: z.string(), attempt: z.number(), error: z.string() });
 
 /** Attempts that ended with their lease, each given to one caller: nobody has reported them yet. */
 export const takeLostAttempts = (maxAttempts = 100) =>
-  call(lostAttempts, "take_lost_attempts", { maxAttempts });
+  callFor(lostAttempts, "take_lost_attempts", { maxAttempts });
 
 const kindSettings = rowsOf({ kind: z.string(), timeoutMs: z.number() });
 
 /** Writes what the code declares to job_kinds, and gives back how long an attempt of each kind may run, in ms. */
 export async function declareJobKinds(kinds: KindDeclarations): Promise<Map<string, number>> {
-  const rows = await callDatabase("declare_job_kinds", {
+  const rows = await callFor(kindSettings, "declare_job_kinds", {
     declarations: Object.entries(kinds).map(([kind, { schema: _, backoff, ...declared }]) =>
       inSnakeCase({
         ...declared,
@@ -173,7 +166,7 @@ export async function declareJobKinds(kinds: KindDeclarations): Promise<Map<stri
       })
     ),
   });
-  return new Map(kindSettings.parse(rows).map(({ kind, timeoutMs }) => [kind, timeoutMs]));
+  return new Map(rows.map(({ kind, timeoutMs }) => [kind, timeoutMs]));
 }
 
 /** An interval as Postgres prints it, such as "1 day 02:03:04.5", in seconds. */
@@ -200,7 +193,7 @@ const kindStats = rowsOf({
 });
 
 /** What waits, runs and has ended, for each of these kinds or for all. Counts are exact to "10000", then "10000+". */
-export const jobStats = (kinds?: string[]) => call(kindStats, "job_stats", { kinds });
+export const jobStats = (kinds?: string[]) => callFor(kindStats, "job_stats", { kinds });
 
 /** As Postgres reads an interval. What is no number of seconds from 0 to ten years becomes the nearest that is. */
 function interval(value: number | undefined): string | undefined {
@@ -219,7 +212,8 @@ const storedWebhooks = rowsOf({
 });
 
 /** The webhook message of a job, its body in base64; undefined when it has none. */
-export const readWebhook = async (id: string) => (await call(storedWebhooks, "read_webhook", { id })).at(0);
+export const readWebhook = async (id: string) =>
+  (await callFor(storedWebhooks, "read_webhook", { id })).at(0);
 
 const status = z.enum(["pending", "running", "succeeded", "dead", "cancelled"]);
 const listedWebhooks = rowsOf({
@@ -245,14 +239,14 @@ export const listWebhooks = (
     maxRows?: number;
     before?: string;
   } = {},
-) => call(listedWebhooks, "list_webhooks", options);
+) => callFor(listedWebhooks, "list_webhooks", options);
 
 /** Puts dead messages of a source back, or dead and cancelled ones by their ids; the ids of those that now wait. */
 export const retryWebhooks = (
   options: { source?: string; tenant?: string; ids?: string[]; maxRows?: number },
-): Promise<string[]> => call(ids, "retry_webhooks", options);
+): Promise<string[]> => callFor(ids, "retry_webhooks", options);
 
 /** Deletes messages, and their jobs whatever they do, older than `olderThan` seconds (0); gives back how many: call it until 0. */
 export const purgeWebhooks = (
   { olderThan, ...options }: { source?: string; tenant?: string; olderThan?: number; maxRows?: number },
-): Promise<number> => call(z.number(), "purge_webhooks", { ...options, olderThan: interval(olderThan) });
+): Promise<number> => callFor(z.number(), "purge_webhooks", { ...options, olderThan: interval(olderThan) });

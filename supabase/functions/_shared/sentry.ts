@@ -31,9 +31,9 @@ export function report(event: string, fields: Record<string, unknown>, thrown: u
  * Queues what gives the client one thing to send. The promise resolves when nothing waits any more: sent, or given up with a
  * line `report_failed` in the log.
  */
-export function send(capture: Capture): Promise<void> {
+export function send(one: Capture): Promise<void> {
   if (!client) return Promise.resolve();
-  if (waiting.length < MAX_WAITING) waiting.push(capture);
+  if (waiting.length < MAX_WAITING) waiting.push(one);
   else dropped++;
   return draining ??= drain();
 }
@@ -44,7 +44,7 @@ async function drain(): Promise<void> {
       const batch = waiting.splice(0, BATCH);
       taken = 0;
       reason = undefined;
-      for (const capture of batch) if (client) capture(client);
+      for (const one of batch) if (client) one(client);
       await client?.flush(SEND_MS + 1_000);
       // Nobody is to wait for a Sentry that takes nothing, or wants none for a while.
       if (taken === 0) dropped += waiting.splice(0).length;

@@ -14,3 +14,14 @@ export function after(ms: number, callback: () => void): () => void {
   }, ms);
   return () => clearTimeout(timer);
 }
+
+/** What a promise gives within `ms` milliseconds; later it throws `late`. */
+export async function within<T>(ms: number, promise: PromiseLike<T>, late: Error): Promise<T> {
+  const end = Promise.withResolvers<never>();
+  const timer = setTimeout(() => end.reject(late), ms);
+  try {
+    return await Promise.race([promise, end.promise]);
+  } finally {
+    clearTimeout(timer);
+  }
+}

@@ -100,6 +100,7 @@ export function wakeWorker(app: App, options: WorkOptions): Promise<WorkReport> 
 
 /** How long an attempt of each kind may run, in ms, as this isolate last heard; the claim says it exactly. */
 let timeouts: Map<string, number> | undefined;
+/** The same of one kind; 0 for one that is not known yet. */
 export const timeoutOf = (kind: string) => timeouts?.get(kind) ?? 0;
 
 /**

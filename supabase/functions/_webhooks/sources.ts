@@ -2,7 +2,7 @@ import { Buffer } from "node:buffer";
 import { createHash } from "node:crypto";
 import { z } from "zod";
 import { type App, assertJson, describeIssue, storableJson } from "../_shared/attempt.ts";
-import { callDatabase } from "../_shared/database.ts";
+import { callFor } from "../_shared/database.ts";
 import { JobError, PermanentError, safeText } from "../_shared/errors.ts";
 import type { Handler, Job, KindDeclaration } from "../_shared/kinds.ts";
 import { readWebhook } from "../_shared/queue.ts";
@@ -206,7 +206,7 @@ export async function storeWebhook(
 ): Promise<z.output<typeof received>> {
   // As with JSON, what is larger has no payload for queries.
   const form = format === "form" && body.length <= MIB && !beginsAsJson(new TextDecoder().decode(body));
-  const answer = await callDatabase("receive_webhook", {
+  return await callFor(received, "receive_webhook", {
     source: name,
     body: `\\x${Buffer.from(body).toString("hex")}`,
     messageId: id ? storableText(id) : null,
@@ -220,7 +220,6 @@ export async function storeWebhook(
     payload: form ? JSON.parse(storableJson(JSON.stringify(payload))) : null,
     context,
   }, timeoutMs);
-  return received.parse(answer);
 }
 
 /**
