@@ -266,7 +266,7 @@ declare
   wanted int;
   at_work int;
 begin
-  foreach step in array array['rescue', 'schedules', 'purge'] loop
+  foreach step in array array['rescue', 'schedules', 'purge', 'expired keys'] loop
     begin
       case step
         when 'rescue' then rescued := public.rescue_expired_jobs(1000);
@@ -274,6 +274,7 @@ begin
         when 'schedules' then done := public.enqueue_due_schedules()
           + coalesce((select min(s.next_run) from public.schedules s where not s.paused) <= clock_timestamp(), false)::int;
         when 'purge' then done := done + public.purge_jobs();
+        when 'expired keys' then done := done + public.purge_expired_keys();
       end case;
     exception when others or assert_failure then
       raise warning 'tick: %: %', step, sqlerrm;
