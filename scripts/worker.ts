@@ -4,7 +4,7 @@ import { parseArgs } from "node:util";
 import { keepAppSchedules, loadAppSchedules } from "../supabase/functions/_schedules/app.ts";
 import { useTransport } from "../supabase/functions/_shared/database.ts";
 import { surviveUncaughtErrors } from "../supabase/functions/_shared/edge_runtime.ts";
-import { errorText, JobError } from "../supabase/functions/_shared/errors.ts";
+import { errorText, JobError, passes } from "../supabase/functions/_shared/errors.ts";
 import {
   enqueueDueSchedules,
   loadApp,
@@ -13,7 +13,7 @@ import {
   workJobs,
 } from "../supabase/functions/_shared/jobs.ts";
 import { log } from "../supabase/functions/_shared/log.ts";
-import { passes, reportLostAttempts } from "../supabase/functions/_shared/worker.ts";
+import { reportLostAttempts } from "../supabase/functions/_shared/worker.ts";
 import { connectDirectly } from "./direct.ts";
 import { endWhenStuck } from "./local/stuck.ts";
 import { readEnv } from "./setup.ts";

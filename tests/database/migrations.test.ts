@@ -330,25 +330,21 @@ const [migrations, shared] = [
   (await templateMigrations()).map((path) => `supabase/${path}`),
   await files("supabase/functions/_shared", ".ts"),
 ];
-/** What stands on the engine, and can be left unread: its migrations and its folder of functions. */
-const parts: [name: string, migrations: RegExp][] = [["webhooks", /_webhooks\./], [
-  "schedules",
-  /_(cron|schedules)\./,
-]];
-const engine = await code([
-  ...migrations.filter((path) => !parts.some(([, own]) => own.test(path))),
+/** What stands on the engine, and can be left unread: which migrations and functions it is. */
+const parts: [name: string, own: RegExp][] = [
+  ["webhooks", /_webhooks\.|\/_webhooks\//],
+  ["schedules", /_(cron|schedules)\.|\/_schedules\//],
+  ["idempotency and leases", /[/_](idempotency|leases)\./],
+];
+const all = [
+  ...migrations,
   ...shared,
-]);
+  ...await files("supabase/functions/_webhooks", ".ts"),
+  ...await files("supabase/functions/_schedules", ".ts"),
+];
+const engine = await code(all.filter((path) => !parts.some(([, own]) => own.test(path))));
 const sizes = await Promise.all(
-  parts.map(async ([name, own]) =>
-    [
-      name,
-      await code([
-        ...migrations.filter((path) => own.test(path)),
-        ...await files(`supabase/functions/_${name}`, ".ts"),
-      ]),
-    ] as const
-  ),
+  parts.map(async ([name, own]) => [name, await code(all.filter((path) => own.test(path)))] as const),
 );
 
 // The counts are in the name, so that every run shows them.

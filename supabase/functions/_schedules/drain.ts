@@ -3,6 +3,7 @@ import {
   enqueueDueSchedules,
   jobStats,
   loadApp,
+  purgeExpiredKeys,
   purgeJobs,
   rescueExpiredJobs,
   workJobs,
@@ -139,6 +140,7 @@ async function runSteps(report: DrainReport, options: DrainOptions): Promise<voi
   let working = true;
   const purging = step("purge", async () => {
     while (await purgeJobs() > 0 && working);
+    while (await purgeExpiredKeys() > 0 && working);
   });
   await step("work", work);
   working = false;

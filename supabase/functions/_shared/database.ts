@@ -1,3 +1,5 @@
+import { Buffer } from "node:buffer";
+import { createHash } from "node:crypto";
 import { createClient, type SupabaseClient } from "@supabase/supabase-js";
 import { z } from "zod";
 import { JobError } from "./errors.ts";
@@ -69,6 +71,18 @@ export function instant(what: string, date: Date | undefined): string | undefine
     return date?.toISOString();
   }
   throw new JobError("22023", `${what} is not a Date with a time`);
+}
+
+/** Bytes as an argument. */
+export const bytea = (bytes: Uint8Array) => `\\x${Buffer.from(bytes).toString("hex")}`;
+
+const MAX_TEXT_BYTES = 512;
+
+/** A text, or its hash where the database cannot hold it or it has more than 512 bytes: nothing is refused for its name. */
+export function storableText(text: string): string {
+  const storable = Buffer.byteLength(text) <= MAX_TEXT_BYTES && text.isWellFormed() && !text.includes("\0");
+  // Of its JSON, since UTF-8 has one character for every half of a surrogate pair.
+  return storable ? text : `sha256:${createHash("sha256").update(JSON.stringify(text)).digest("hex")}`;
 }
 
 /** What Postgres, or its API, has raised. */

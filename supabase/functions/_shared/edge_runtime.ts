@@ -6,6 +6,11 @@ declare global {
   const EdgeRuntime: { waitUntil<T>(promise: Promise<T>): void };
 }
 
+/** Keeps the isolate alive until a promise settles. Another runtime than Supabase's has no isolate to keep. */
+export function waitUntil(promise: Promise<unknown>): void {
+  if (typeof EdgeRuntime !== "undefined") EdgeRuntime.waitUntil(promise);
+}
+
 let unload = new AbortController();
 const drain = new AbortController();
 

@@ -4,7 +4,7 @@ import { secretFilter } from "./secrets.ts";
  * What the functions of this template throw. `code` is the SQLSTATE of a database error (listed in the first migration), a
  * PGRST code of the database's API, `unreachable` when that gave no usable answer, `refused` when it did not take the key,
  * `too_large` when it refused the size, `unknown_kind`, `invalid_payload`, `not_configured`, `invalid_token` (contextOf:
- * answer 401) or `no_user` (asUser).
+ * answer 401), `no_user` (asUser) or `lease_lost` (the reason of a lease's signal).
  */
 export class JobError extends Error {
   override name = "JobError";
@@ -12,6 +12,14 @@ export class JobError extends Error {
     super(hint ? `${detail} (${hint})` : detail);
   }
 }
+
+/**
+ * What is over after a while: no connection, conflict, no resources, lock timeout, intervention by an operator; a database
+ * that is read-only, as while its disk is full or a replica takes over, or lets nobody in; and what a pooler raises (XX000).
+ */
+const PASSING = /^(unreachable|PGRST00[0-3]|25006|55P03|55000|XX000|(08|40|53|57)[0-9A-Z]{3})$/;
+/** Whether a call that was answered so may be answered otherwise later, with nobody's help. */
+export const passes = (error: unknown) => error instanceof JobError && PASSING.test(error.code);
 
 /** Thrown by a handler whose job can never succeed: the job is dead at once, whatever attempts are left. */
 export class PermanentError extends Error {

@@ -70,8 +70,9 @@ export async function readJson(request: Request): Promise<{ body: unknown } | { 
 export async function readBody(
   request: Request,
   maxBytes: number,
+  answer = problem,
 ): Promise<{ body: Uint8Array<ArrayBuffer> } | { refused: Response }> {
-  const refused = (...why: Parameters<typeof problem>) => ({ refused: problem(...why) });
+  const refused = (...why: Parameters<typeof problem>) => ({ refused: answer(...why) });
   const tooLarge = () => refused(413, "Content too large", `The body may have ${maxBytes} bytes.`);
   if (Number(request.headers.get("Content-Length")) > maxBytes) return tooLarge();
   const reader = request.body?.getReader();

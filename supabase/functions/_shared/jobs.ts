@@ -11,8 +11,17 @@ import { wakeWorker, work, type WorkOptions, type WorkReport } from "./worker.ts
 
 export { asUser, type Context, contextOf } from "./context.ts";
 export { serviceClient } from "./database.ts";
+export * from "./idempotency.ts";
 export { JobError, PermanentError, RetryAfterError, SnoozeError } from "./errors.ts";
 export type { Job } from "./kinds.ts";
+export {
+  acquireLease,
+  extendLease,
+  type HeldLease,
+  type LeaseOptions,
+  releaseLease,
+  withLease,
+} from "./leases.ts";
 export * from "./queue.ts";
 export { retryAfterSeconds } from "./retry_after.ts";
 export * from "../_schedules/schedules.ts";

@@ -1,5 +1,5 @@
 import { AsyncLocalStorage } from "node:async_hooks";
-import type {} from "./edge_runtime.ts"; // declares EdgeRuntime
+import { waitUntil } from "./edge_runtime.ts";
 import { errorText } from "./errors.ts";
 
 /**
@@ -40,6 +40,5 @@ export function writeLine(level: "info" | "error", event: string, fields: Record
 function report(event: string, fields: Record<string, unknown>, thrown: unknown): void {
   const reporting = import("./sentry.ts").then((sentry) => sentry.report(event, fields, thrown))
     .catch((error) => writeLine("error", "report_failed", { events: 1, error: errorText(error) }));
-  // The isolate stays until it is sent. Another runtime than Supabase's has no such promise to keep.
-  if (typeof EdgeRuntime !== "undefined") EdgeRuntime.waitUntil(reporting);
+  waitUntil(reporting); // the isolate stays until it is sent
 }

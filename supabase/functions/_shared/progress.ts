@@ -3,7 +3,8 @@ import { errorText, JobError, PermanentError } from "./errors.ts";
 import type { Job, Stored } from "./kinds.ts";
 import { log } from "./log.ts";
 import { checkpointJob } from "./queue.ts";
-import { isAboutWhatWasSent, isRefused, sleep } from "./settler.ts";
+import { isAboutWhatWasSent, isRefused } from "./settler.ts";
+import { sleep } from "./timer.ts";
 
 const MAX_NAME_LENGTH = 200;
 /** For how long the lease is taken to hold after the database has said so. */

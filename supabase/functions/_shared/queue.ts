@@ -196,7 +196,7 @@ const kindStats = rowsOf({
 export const jobStats = (kinds?: string[]) => callFor(kindStats, "job_stats", { kinds });
 
 /** As Postgres reads an interval. What is no number of seconds from 0 to ten years becomes the nearest that is. */
-function interval(value: number | undefined): string | undefined {
+export function interval(value: number | undefined): string | undefined {
   if (value === undefined) return undefined;
   const bounded = Math.min(Math.max(Number.isNaN(value) ? 0 : value, 0), 315_360_000);
   return `${bounded.toFixed(3)} seconds`;

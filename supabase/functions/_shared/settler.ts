@@ -2,6 +2,7 @@ import { cannotStore, type Held, type Outcome } from "./attempt.ts";
 import { errorText, JobError } from "./errors.ts";
 import { log } from "./log.ts";
 import { completeJobs, failJobs, type Failure, type Lease, releaseJobs } from "./queue.ts";
+import { sleep } from "./timer.ts";
 
 /**
  * `lost`: the lease was, or the job was cancelled, so what the handler did was refused. `cancelled`: superseded by a newer
@@ -160,5 +161,3 @@ export const isRefused = (error: unknown) =>
   isAboutWhatWasSent(error) || hasCode(error, /^(09|27|44|[I-WYZ][0-9A-Z])[0-9A-Z]{3}$/);
 
 const hasCode = (error: unknown, codes: RegExp) => error instanceof JobError && codes.test(error.code);
-
-export const sleep = (ms: number) => new Promise<void>((resolve) => setTimeout(resolve, ms));

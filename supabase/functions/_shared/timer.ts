@@ -15,6 +15,8 @@ export function after(ms: number, callback: () => void): () => void {
   return () => clearTimeout(timer);
 }
 
+export const sleep = (ms: number) => new Promise<void>((resolve) => setTimeout(resolve, ms));
+
 /** What a promise gives within `ms` milliseconds; later it throws `late`. */
 export async function within<T>(ms: number, promise: PromiseLike<T>, late: Error): Promise<T> {
   const end = Promise.withResolvers<never>();

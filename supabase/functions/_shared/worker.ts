@@ -1,10 +1,10 @@
 import { type App, attempt, type Held, type Outcome, stop } from "./attempt.ts";
-import { errorText, JobError } from "./errors.ts";
+import { errorText, passes } from "./errors.ts";
 import type { KindDeclarations } from "./kinds.ts";
 import { log } from "./log.ts";
 import { type ClaimedJob, claimJobs, declareJobKinds, extendJobs, takeLostAttempts } from "./queue.ts";
-import { createSettler, halves, isAboutWhatWasSent, isBlocked, type Settled, sleep } from "./settler.ts";
-import { after } from "./timer.ts";
+import { createSettler, halves, isAboutWhatWasSent, isBlocked, type Settled } from "./settler.ts";
+import { after, sleep } from "./timer.ts";
 
 const LEASE_SECONDS = 60;
 /** A third of the lease: two heartbeats may be lost before the lease is. */
@@ -102,14 +102,6 @@ export function wakeWorker(app: App, options: WorkOptions): Promise<WorkReport> 
 let timeouts: Map<string, number> | undefined;
 /** The same of one kind; 0 for one that is not known yet. */
 export const timeoutOf = (kind: string) => timeouts?.get(kind) ?? 0;
-
-/**
- * What is over after a while: no connection, conflict, no resources, lock timeout, intervention by an operator; a database
- * that is read-only, as while its disk is full or a replica takes over, or lets nobody in; and what a pooler raises (XX000).
- */
-const PASSING = /^(unreachable|PGRST00[0-3]|25006|55P03|55000|XX000|(08|40|53|57)[0-9A-Z]{3})$/;
-/** Whether a call that was answered so may be answered otherwise later, with nobody's help. */
-export const passes = (error: unknown) => error instanceof JobError && PASSING.test(error.code);
 
 /**
  * Claims jobs into a pool of slots, runs their handlers and settles them, until nothing is ready. Never throws for a job, but

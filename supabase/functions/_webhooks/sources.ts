@@ -1,8 +1,7 @@
 import { Buffer } from "node:buffer";
-import { createHash } from "node:crypto";
 import { z } from "zod";
 import { type App, assertJson, describeIssue, storableJson } from "../_shared/attempt.ts";
-import { callFor } from "../_shared/database.ts";
+import { bytea, callFor, storableText } from "../_shared/database.ts";
 import { JobError, PermanentError, safeText } from "../_shared/errors.ts";
 import type { Handler, Job, KindDeclaration } from "../_shared/kinds.ts";
 import { readWebhook } from "../_shared/queue.ts";
@@ -190,7 +189,6 @@ export interface WebhookFacts {
   context?: unknown;
 }
 
-const MAX_TEXT_BYTES = 512;
 const received = z.object({ id: z.string(), created: z.boolean() });
 
 /**
@@ -208,7 +206,7 @@ export async function storeWebhook(
   const form = format === "form" && body.length <= MIB && !beginsAsJson(new TextDecoder().decode(body));
   return await callFor(received, "receive_webhook", {
     source: name,
-    body: `\\x${Buffer.from(body).toString("hex")}`,
+    body: bytea(body),
     messageId: id ? storableText(id) : null,
     type: type ? safeText(type, 100) : null,
     tenant: tenant ? storableText(tenant) : null,
@@ -244,11 +242,4 @@ export async function receiveWebhook<Schema extends z.ZodType>(
     throw new JobError("invalid_payload", `${where} is no object, as a form is`);
   }
   return await storeWebhook(source, new TextEncoder().encode(text), payload, facts);
-}
-
-/** A text, or its hash where the database cannot hold it: a message is not refused for what its sender calls it. */
-function storableText(text: string): string {
-  const storable = Buffer.byteLength(text) <= MAX_TEXT_BYTES && text.isWellFormed() && !text.includes("\0");
-  // Of its JSON, since UTF-8 has one character for every half of a surrogate pair.
-  return storable ? text : `sha256:${createHash("sha256").update(JSON.stringify(text)).digest("hex")}`;
 }

@@ -8,10 +8,10 @@ import { loadAppSchedules } from "../_schedules/app.ts";
 import { drain } from "../_schedules/drain.ts";
 import { describeIssue } from "../_shared/attempt.ts";
 import { retirement, shutdown, surviveUncaughtErrors } from "../_shared/edge_runtime.ts";
+import { passes } from "../_shared/errors.ts";
 import { problem, readJson, refuseOtherMethods, refuseWithoutCronSecret } from "../_shared/http.ts";
 import { loadApp } from "../_shared/jobs.ts";
 import { kindNames } from "../_shared/kinds.ts";
-import { passes } from "../_shared/worker.ts";
 
 /** What else a scheduler puts into a body does not count. */
 const requestBody = z.object({

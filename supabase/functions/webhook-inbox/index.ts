@@ -1,10 +1,9 @@
 import { webhooks } from "../_app/webhooks.ts";
 import { requiredEnv } from "../_shared/database.ts";
 import { surviveUncaughtErrors } from "../_shared/edge_runtime.ts";
-import { errorText } from "../_shared/errors.ts";
+import { errorText, passes } from "../_shared/errors.ts";
 import { notConfigured, problem, readBody, refuseOtherMethods } from "../_shared/http.ts";
 import { log } from "../_shared/log.ts";
-import { passes } from "../_shared/worker.ts";
 import { readPayload, storeWebhook, type WebhookFacts, type WebhookSource } from "../_webhooks/sources.ts";
 import { isJson, type ReceivedRequest, type Verifier } from "../_webhooks/verifier.ts";
 
