@@ -19,9 +19,10 @@
 -- Errors raised by the functions of this template, in every file:
 --   22023  an argument is not usable; the message names it
 --   25000  claim_jobs was called in a transaction that is not read committed
---   40001  an enqueue with a dedupe key, in such a transaction, met what its snapshot does not see: repeat the transaction
+--   40001  an enqueue with a dedupe key, a lease or an idempotency key met, in such a transaction, what its snapshot does
+--          not see: repeat the transaction
 --   55000  dispatch is not set up; the hint says what to do
---   55P03  a job's row has been kept locked for a second by somebody else; the call has changed nothing
+--   55P03  a row has been kept locked for a second by somebody else; the call has changed nothing
 --
 -- Every function pins search_path to pg_catalog, pg_temp. An empty one would not do: the caller's temporary schema is then
 -- searched first for types, and a domain named uuid in it would run its check with the function's rights.

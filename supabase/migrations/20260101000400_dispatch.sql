@@ -587,9 +587,13 @@ begin
           todo := 'Deploy the functions that know them: the first worker that does puts those jobs back. '
             'If the kind is a slip, delete them, and unschedule what enqueues it.';
         when 'purge' then
-          -- Jobs that it should have deleted an hour ago.
-          select string_agg(format('%s (%s)', k.kind, k.status), ', ') into found_text
-          from private.purgeable_kinds(interval '1 hour') k;
+          -- What it should have deleted an hour ago.
+          select string_agg(p.what, ', ') into found_text from (
+            select format('%s (%s)', k.kind, k.status) as what from private.purgeable_kinds(interval '1 hour') k
+            union all
+            select 'idempotency keys'
+            where (select min(k.expires_at) from public.idempotency_keys k) < clock_timestamp() - interval '1 hour'
+          ) p;
           ok := found_text is null;
           detail := coalesce('should be deleted since an hour or more: ' || left(found_text, 300), 'none is late');
           todo := 'The tick deletes 10,000 every ten seconds; what stops it is a warning in the log of Postgres.'

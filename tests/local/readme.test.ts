@@ -5,6 +5,7 @@ import postgres from "postgres";
 import { parse } from "yaml";
 import { recordManagementApi } from "../deploy/management_api.ts";
 import { startWorker } from "../functions/worker_process.ts";
+import { exists } from "../../scripts/local/binaries.ts";
 import { readEnv } from "../../scripts/setup.ts";
 import { projectDir, until } from "../support.ts";
 import { makeClone, type Start } from "./clone.ts";
@@ -25,7 +26,19 @@ Deno.test("the README", async (t) => {
   await using api = await recordManagementApi();
   const databaseUrl = `postgresql://postgres:postgres@127.0.0.1:${clone.env.LOCAL_DB_PORT}/postgres`;
 
+  // Before the first start: afterwards it would take another.
+  const [endpoint = ""] = blocks("ts").filter((block) => block.includes("idempotency.handle("));
+  const followed = await exists(join(clone.dir, "supabase/functions/orders"));
+  if (!followed) {
+    await Deno.mkdir(join(clone.dir, "supabase/functions/orders"));
+    await Deno.writeTextFile(join(clone.dir, "supabase/functions/orders/index.ts"), endpoint);
+    await Deno.writeTextFile(join(clone.dir, "supabase/config.toml"), `\n${blocks("toml")[0]}\n`, {
+      append: true,
+    });
+  }
+
   let start: Start | undefined;
+  const printed = (label: string) => new RegExp(`${label} +(\\S+)`).exec(start?.output() ?? "")?.[1] ?? "";
   for (const command of blocks("sh").flatMap((block) => block.split("\n"))) {
     if (["npm test", "npm run test:chaos"].includes(command)) continue; // run here: tests/chaos is its short form
     await t.step(command, async () => {
@@ -68,7 +81,6 @@ Deno.test("the README", async (t) => {
   });
 
   await t.step("what the test user adds has a job that knows who it was", async () => {
-    const printed = (label: string) => new RegExp(`${label} +(\\S+)`).exec(start?.output() ?? "")?.[1] ?? "";
     const [insert = "", query = ""] = blocks("bash").join("\n").replaceAll("\\\n", "")
       .replace("54321", clone.env.LOCAL_API_PORT ?? "")
       .replace("$KEY", printed("publishable key")).replace("$TOKEN", printed("a user's token")).split("\n");
@@ -85,7 +97,6 @@ Deno.test("the README", async (t) => {
   });
 
   await t.step("a signed-in user's reminder has a schedule, which follows it and ends with it", async () => {
-    const printed = (label: string) => new RegExp(`${label} +(\\S+)`).exec(start?.output() ?? "")?.[1] ?? "";
     const request = async (method: string, query = "", body?: object) => {
       const url = `http://127.0.0.1:${clone.env.LOCAL_API_PORT}/rest/v1/reminders${query}`;
       const headers = {
@@ -109,6 +120,63 @@ Deno.test("the README", async (t) => {
       assert.deepEqual([...await schedules()], [{ cron: "0 8 * * *", payload }]);
       assert.equal((await request("DELETE", "?id=gt.0")).status, 204);
       assert.deepEqual([...await schedules()], []);
+    } finally {
+      await sql.end();
+    }
+  });
+
+  await t.step("an order that is sent again is placed once, over HTTP and in SQL", async () => {
+    if (followed) return;
+    const user = `Bearer ${printed("a user's token")}`;
+    const [curl = ""] = blocks("bash").filter((block) => block.includes("Idempotency-Key"));
+    const [, url = ""] = /^curl -i (\S+)/.exec(curl.replace("54321", clone.env.LOCAL_API_PORT ?? "")) ?? [];
+    const [, key = ""] = /"Idempotency-Key: (.+?)"/.exec(curl) ?? [];
+    const [, body = ""] = /-d '(.+)'$/.exec(curl) ?? [];
+    const send = async (more: { key?: string; body?: string } = {}) => {
+      const headers = new Headers({ Authorization: user });
+      if (more.key !== "") headers.set("Idempotency-Key", more.key ?? key);
+      const answer = await fetch(url, { method: "POST", headers, body: more.body ?? body });
+      return {
+        status: answer.status,
+        replayed: answer.headers.get("Idempotency-Replayed"),
+        text: await answer.text(),
+      };
+    };
+    const rpc = async (item: string) => {
+      const answer = await fetch(
+        `http://127.0.0.1:${clone.env.LOCAL_API_PORT}/rest/v1/rpc/create_order`,
+        {
+          method: "POST",
+          headers: {
+            apikey: printed("publishable key"),
+            Authorization: user,
+            "Content-Type": "application/json",
+          },
+          body: JSON.stringify({ request: "in SQL", item, quantity: 1 }),
+        },
+      );
+      return { status: answer.status, text: await answer.text() };
+    };
+    const sql = postgres(databaseUrl, { max: 1, onnotice: () => {} });
+    try {
+      const first = await Promise.all(Array.from({ length: 10 }, () => send()));
+      assert.ok(first.every(({ status }) => [201, 409].includes(status)), JSON.stringify(first));
+      const [order, ...others] = await sql`select id, item, quantity from orders`;
+      assert.deepEqual([others, order?.item, order?.quantity], [[], "book", 2]);
+      assert.deepEqual(await send(), {
+        status: 201,
+        replayed: "true",
+        text: JSON.stringify({ order: Number(order?.id) }),
+      });
+      assert.equal((await sql`select from jobs where dedupe_key = ${`order ${order?.id}`}`).count, 1);
+      assert.equal((await send({ body: '{"item": "car", "quantity": 2}' })).status, 422);
+      assert.equal((await send({ key: "" })).status, 400);
+      assert.equal((await send({ key: "other", body: "{" })).status, 400);
+      const made = await Promise.all([rpc("pen"), rpc("pen"), rpc("pen")]);
+      assert.equal(made[0]?.status, 200, made[0]?.text);
+      assert.deepEqual(made, [made[0], made[0], made[0]]);
+      assert.equal((await rpc("car")).status, 422);
+      assert.equal((await sql`select from orders where item <> 'book'`).count, 1);
     } finally {
       await sql.end();
     }
@@ -167,6 +235,7 @@ Deno.test("the README", async (t) => {
       await Deno.writeTextFile(join(app, "webhooks/billing.ts"), webhookSource);
       const having = (text: string) => blocks("ts").filter((block) => block.includes(text)).join("\n");
       await Deno.writeTextFile(join(app, "../example/schedule.ts"), having("await scheduleJob("));
+      await Deno.writeTextFile(join(app, "../example/lease.ts"), having("await withLease("));
       await Deno.writeTextFile(join(app, "schedules.ts"), having("satisfies AppSchedules"));
       await Deno.writeTextFile(join(app, "drain.ts"), having(": DrainHooks"));
       const [signedIn, asUser] = blocks("ts").filter((block) => /contextOf|asUser/.test(block));
