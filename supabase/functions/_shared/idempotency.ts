@@ -229,9 +229,9 @@ async function begin(
     if (begun.outcome !== "started") return answerTo(begun, refuse);
     const { holder } = begun;
     const extend = (lockSeconds: number) => extendIdempotentRequest(key, holder, { lockSeconds, scope });
-    const { url, method, headers, signal } = request;
+    const { url, method, headers } = request;
     return {
-      request: new Request(url, { method, headers, signal, body: body.length > 0 ? body : null }),
+      request: new Request(url, { method, headers, body: body.length > 0 ? body : null }),
       ...{ route, key, scope, holder, hold: keepHeld(lockSeconds, calledAt, extend) },
     };
   } catch (error) {
