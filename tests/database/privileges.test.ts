@@ -279,7 +279,7 @@ Deno.test("whatever a project grants by default, only service_role gets in, in S
           for (const { what, answer } of answers) assert.equal(answer, refusal, `${who}: ${what}`);
         }
         await db
-          .sql`truncate jobs, job_failures, webhook_inbox, job_kinds, schedules, private.app_schedules, private.starts`;
+          .sql`truncate jobs, job_failures, webhook_inbox, job_kinds, schedules, idempotency_keys, leases, private.app_schedules, private.starts`;
         await useContract(restApi(apiUrl, service));
         for (const { what, answer } of await callEverything(db.sql, apiUrl, service)) {
           assert.ok(!/42501|PGRST/.test(answer), `${what}: ${answer}`);

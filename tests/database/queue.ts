@@ -36,7 +36,7 @@ async function reset(sql: postgres.Sql): Promise<void> {
     -- What a failed test has left open must not hold up the next.
     select pg_terminate_backend(pid) from pg_stat_activity
     where datname = current_database() and usename = 'postgres' and pid <> pg_backend_pid() and xact_start is not null;
-    truncate public.jobs, public.job_failures, public.webhook_inbox, public.job_kinds, public.schedules, private.app_schedules, private.turns, private.starts, private.low_water, private.awake_workers, private.pokes,
+    truncate public.jobs, public.job_failures, public.webhook_inbox, public.job_kinds, public.schedules, public.idempotency_keys, public.leases, private.app_schedules, private.turns, private.starts, private.low_water, private.awake_workers, private.pokes,
       net.http_request_queue, net._http_response;
     insert into private.turns values ('');
     -- A worker has just been poked: the tick is not to do it lest the app's schedules have changed.
