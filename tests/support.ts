@@ -318,6 +318,26 @@ export async function untilLines(file: string, count: number): Promise<void> {
   await until(`${count} lines in ${file}`, async () => (await linesOf(file)).length >= count);
 }
 
+/**
+ * Tests that wait for time to pass: all of them begin when the first one does, so that a file takes as long as the longest.
+ * Each owns its data as any other, and also whatever it stops or kills.
+ */
+export function sideBySide(tests: Record<string, () => Promise<void>>): void {
+  let begun: Map<string, Promise<void>> | undefined;
+  for (const name of Object.keys(tests)) {
+    Deno.test(name, async () => {
+      begun ??= new Map(
+        Object.entries(tests).map(([name, run]) => {
+          const running = run();
+          running.catch(() => {}); // its own test says so
+          return [name, running];
+        }),
+      );
+      await begun.get(name);
+    });
+  }
+}
+
 /** Waits until `condition` gives something truthy, and gives it back. Throws naming `what` after `timeoutMs`. */
 export async function until<T>(
   what: string,
