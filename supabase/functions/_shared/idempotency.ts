@@ -72,6 +72,8 @@ const BEGIN_MS = 5_000;
 /** How long the client waits for its answer to be stored, and how long that is tried. */
 const STORE_MS = 2_000;
 const STORE_AT_MOST_MS = 60_000;
+/** What the database takes. */
+const MAX_ANSWER_BYTES = 6 * MIB;
 /** An answer that is not complete by then is a stream. */
 const STREAM_MS = 2_000;
 
@@ -240,7 +242,7 @@ async function begin(
     log("error", "idempotent_request_not_begun", { route, error: errorText(error) }, error);
     return passes(error)
       ? refuse(503, "Service unavailable", "Nothing was done. Send it again.", { "Retry-After": "5" })
-      : refuse(500, "Not configured", "Nothing was done; the function's log says why.");
+      : refuse(500, "Not carried out", "Nothing was done; the function's log says why.");
   }
 }
 
@@ -293,7 +295,7 @@ async function carryOut(
       return { response: answer, storing: Promise.resolve() };
     }
     const names = [...KEPT_HEADERS, ...headers];
-    const read = await readAnswer(answer, maxAnswerBytes);
+    const read = await readAnswer(answer, Math.min(maxAnswerBytes, MAX_ANSWER_BYTES));
     if ("body" in read) {
       const { body } = read;
       const response = sentAs(answer, WITHOUT_BODY.has(status) ? null : body);
@@ -343,40 +345,39 @@ async function readAnswer(
   }
   const reader = answer.body?.getReader();
   const chunks: Uint8Array[] = [];
-  const late = new Error();
-  const deadline = performance.now() + STREAM_MS;
-  for (let size = 0; reader;) {
-    const next = reader.read();
-    try {
-      const { done, value } = await within(deadline - performance.now(), next, late);
-      if (done) break;
-      chunks.push(value);
-      size += value.byteLength;
-    } catch (error) {
-      if (error !== late) throw error;
-      return { why: "it is a stream", rest: passOn(chunks, next, reader) };
+  const late = Promise.withResolvers<null>();
+  const timer = setTimeout(() => late.resolve(null), STREAM_MS);
+  try {
+    for (let size = 0; reader;) {
+      const next = reader.read();
+      const read = await Promise.race([next, late.promise]);
+      if (!read) return { why: "it is a stream", rest: passOn(chunks, reader, next) };
+      if (read.done) break;
+      chunks.push(read.value);
+      size += read.value.byteLength;
+      if (size > maxBytes) {
+        return { why: `it has more than ${maxBytes} bytes`, rest: passOn(chunks, reader) };
+      }
     }
-    if (size > maxBytes) {
-      return { why: `it has more than ${maxBytes} bytes`, rest: passOn(chunks, reader.read(), reader) };
-    }
+  } finally {
+    clearTimeout(timer);
   }
   return { body: new Uint8Array(Buffer.concat(chunks)) };
 }
 
-/** What has been read of a stream, what is being read, and the rest. */
+/** A stream of which `head` has been read already, and perhaps the read after that begun. */
 function passOn(
-  chunks: Uint8Array[],
-  next: Promise<ReadableStreamReadResult<Uint8Array>>,
+  head: Uint8Array[],
   reader: ReadableStreamDefaultReader<Uint8Array>,
+  next?: Promise<ReadableStreamReadResult<Uint8Array>>,
 ): ReadableStream {
   return new ReadableStream({
+    start: (controller) => controller.enqueue(new Uint8Array(Buffer.concat(head))),
     async pull(controller) {
-      const chunk = chunks.shift();
-      if (chunk) return controller.enqueue(chunk);
-      const { done, value } = await next;
-      if (done) return controller.close();
-      controller.enqueue(value);
-      next = reader.read();
+      const { done, value } = await (next ?? reader.read());
+      next = undefined;
+      if (done) controller.close();
+      else controller.enqueue(value);
     },
     cancel: (reason) => reader.cancel(reason),
   });
@@ -388,9 +389,7 @@ async function store({ route, key, scope, holder, hold }: Started, answer: Store
   for (let pauseMs = 200;; pauseMs *= 2) {
     try {
       const stored = await completeIdempotentRequest(key, holder, answer, { scope }, STORE_MS);
-      if (!stored) {
-        log("error", "idempotency_key_lost", { route, error: "another has begun the request since" });
-      }
+      if (!stored) logLost(route);
       break;
     } catch (error) {
       const willRetry = passes(error) && performance.now() + pauseMs < giveUpAt;
@@ -402,14 +401,18 @@ async function store({ route, key, scope, holder, hold }: Started, answer: Store
   hold.stop();
 }
 
+const logLost = (route: string) =>
+  log("error", "idempotency_key_lost", {
+    route,
+    error: "its lock was over, and another has begun the request",
+  });
+
 /** Releases a key whose request came to nothing. Never throws: its lock runs out. */
 async function release({ route, key, scope, holder, hold }: Started): Promise<void> {
   hold.stop();
   try {
     const released = await releaseIdempotentRequest(key, holder, { scope }, STORE_MS);
-    if (!released) {
-      log("error", "idempotency_key_lost", { route, error: "another has begun the request since" });
-    }
+    if (!released) logLost(route);
   } catch (error) {
     log("error", "idempotency_key_not_released", { route, error: errorText(error) }, error);
   }
