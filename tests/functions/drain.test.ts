@@ -342,7 +342,12 @@ for (const how of ["throw", "reject", "hang"]) {
 Deno.test("one step that fails is counted and stops no other; when nothing can be done it answers 500, and the monitor hears of it", async () => {
   const { sql } = stack;
   await told();
-  const functions = ["enqueue_due_schedules_as_json", "rescue_expired_jobs", "purge_jobs"];
+  const functions = [
+    "enqueue_due_schedules_as_json",
+    "rescue_expired_jobs",
+    "purge_jobs",
+    "purge_expired_keys",
+  ];
   await insertJobs(stack, "echo", {});
   try {
     await sql.unsafe("revoke execute on function enqueue_due_schedules_as_json from service_role");
@@ -356,11 +361,32 @@ Deno.test("one step that fails is counted and stops no other; when nothing can b
     assert.equal(response.status, 500);
     assert.equal((await response.json()).title, "The drain failed");
     const lines = await told();
-    assert.deepEqual(lines.map(([hook]) => hook), ["started", "onError", "onError", "onError", "failed"]);
+    assert.deepEqual(lines.map(([hook]) => hook), ["started", ...functions.map(() => "onError"), "failed"]);
     assert.match(lines.at(-1)[2], /permission denied for function rescue_expired_jobs/);
   } finally {
     await sql.unsafe(`grant execute on function ${functions} to service_role`);
   }
+});
+
+Deno.test("idempotency keys and leases whose time is over are deleted, and what keeps them stops nothing else", async () => {
+  const { sql } = stack;
+  await sql`select begin_idempotent_request('over', 'f'), acquire_lease('over'), acquire_lease('held')`;
+  await sql`update idempotency_keys set expires_at = now() where key = 'over'`;
+  await sql`update leases set expires_at = now() where key = 'over'`;
+  const left = async () => {
+    const rows = await sql`select key from idempotency_keys union all select key from leases order by key`;
+    return rows.map(({ key }) => key);
+  };
+  try {
+    await sql`revoke execute on function purge_expired_keys from service_role`;
+    assert.deepEqual(await answerOf(), { ...nothingDone, errors: 1 });
+    assert.deepEqual(await left(), ["held", "over", "over"]);
+  } finally {
+    await sql`grant execute on function purge_expired_keys to service_role`;
+  }
+  assert.deepEqual(await answerOf(), nothingDone);
+  assert.deepEqual(await left(), ["held"]);
+  await sql`delete from leases where key = 'held'`;
 });
 
 Deno.test("the app's schedules are brought in step at its first call, and again by a new process when they are others", async () => {

@@ -138,10 +138,14 @@ async function runSteps(report: DrainReport, options: DrainOptions): Promise<voi
   });
   // Beside the work, since behind it there may be no time left; and for no longer than that takes.
   let working = true;
-  const purging = step("purge", async () => {
-    while (await purgeJobs() > 0 && working);
-    while (await purgeExpiredKeys() > 0 && working);
-  });
+  const purging = Promise.all([
+    step("purge", async () => {
+      while (await purgeJobs() > 0 && working);
+    }),
+    step("expired_keys", async () => {
+      while (await purgeExpiredKeys() > 0 && working);
+    }),
+  ]);
   await step("work", work);
   working = false;
   await purging;
