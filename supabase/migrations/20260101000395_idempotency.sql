@@ -12,7 +12,7 @@
 -- Invariants
 --   * Of a scope and key there is one row, and of those who begin at once one starts. A request with another fingerprint
 --     changes nothing, whatever state the key is in, until its time is over.
---   * Each start has a holder of its own, a number that rises. Who began earlier can neither store, extend nor release.
+--   * Each start has a holder of its own: who began earlier can neither store, extend nor release.
 --   * A holder whose lock is over may still store as long as nobody has started anew: the work is done, and not to be
 --     done again.
 --   * What is begun in a transaction that rolls back was never begun. Who begins the same request meanwhile waits a

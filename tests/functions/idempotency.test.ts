@@ -51,6 +51,11 @@ const answers = {
   gzip: () => new Response(gzip("zipped"), { headers: { "Content-Encoding": "gzip" } }),
   error: () => Response.error(),
   nothing: () => undefined,
+  read: async () => {
+    const answer = new Response("read");
+    await answer.text();
+    return answer;
+  },
   throws: () => { throw new Error("of its own"); },
   breaks: () => new Response(text(3, 1, "error")),
 };
@@ -70,6 +75,7 @@ async function handler(request, { key, signal }) {
 const own = (status, title, detail, headers) => Response.json({ own: title, detail }, { status, headers });
 Deno.serve(async (request) => {
   const options = JSON.parse(request.headers.get("X-Options") ?? "{}");
+  if (options.read) await request.text();
   if (options.scope === "function") options.scope = (request) => request.headers.get("X-Partner");
   if (options.problem) options.problem = own;
   try {
@@ -354,6 +360,12 @@ Deno.test("other methods than POST, PUT, PATCH and DELETE just run, with a key o
   }
 });
 
+Deno.test("a request whose body has been read already is an error: any would look the same", async () => {
+  const answer = await send("run=read", { key: key(), body: "b", options: { read: true } });
+  assert.equal(textOf(answer), "TypeError: idempotency.handle: the request's body has been read already");
+  assert.equal(await runs("read"), 0);
+});
+
 Deno.test("the handler has the request as it was sent, and its key", async () => {
   const bytes = Uint8Array.from({ length: 256 }, (_, n) => n);
   const sent = {
@@ -380,10 +392,11 @@ Deno.test("Set-Cookie and headers about how a body is sent are never stored; the
   const [stored] = await stack.sql`select headers from idempotency_keys where key = ${sent.key}`;
   assert.doesNotMatch(JSON.stringify(stored), /cookie|length|encoding|own/i);
 
-  const options = { headers: ["x-own"] };
+  const options = { headers: ["x-own", "content-type"] };
   const keeping = { key: key(), options };
   await send("answer=headers", keeping);
-  assert.equal((await send("answer=headers", keeping)).headers.get("X-Own"), "mine");
+  const kept = await send("answer=headers", keeping);
+  assert.deepEqual([kept.headers.get("X-Own"), kept.headers.get("Content-Type")], ["mine", "text/csv"]);
   for (
     const name of ["set-cookie", "Content-Length", "Transfer-Encoding", "content-encoding", "Connection"]
   ) {
@@ -393,7 +406,7 @@ Deno.test("Set-Cookie and headers about how a body is sent are never stored; the
 });
 
 Deno.test("what came to nothing is not kept, and the next request runs: 5xx, 401, 403, 408, 429 and what throws", async () => {
-  const names = ["500", "503", "401", "403", "408", "429", "error", "nothing", "throws", "breaks"];
+  const names = ["500", "503", "401", "403", "408", "429", "error", "nothing", "read", "throws", "breaks"];
   await Promise.all(names.map(async (name) => {
     const sent = { key: key() };
     const query = `answer=${name}&run=released ${name}`;
@@ -405,10 +418,10 @@ Deno.test("what came to nothing is not kept, and the next request runs: 5xx, 401
         assert.deepEqual([answer?.status, answer && textOf(answer)], [Number(name), "not now"]);
       }
       if (name === "throws") assert.equal(answer && textOf(answer), "Error: of its own");
-      if (name === "nothing") {
-        assert.equal(
-          answer && textOf(answer),
-          "TypeError: idempotency.handle: the handler gives no Response",
+      if (name === "nothing" || name === "read") {
+        assert.match(
+          answer ? textOf(answer) : "",
+          /^TypeError: .* no Response, or one whose body has been read$/,
         );
       }
     }

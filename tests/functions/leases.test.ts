@@ -123,7 +123,7 @@ Deno.test("a thousand callers on ten keys, from two processes: never two at once
   const began = performance.now();
   const crowds = await Promise.all(
     names.flatMap((name) =>
-      [1, 2].map(() => ask(name, { action: "crowd", callers: 250, keys: 10, wait: 60 }))
+      [1, 2].map(() => ask(name, { action: "crowd", callers: 250, keys: 10, wait: 120 }))
     ),
   );
   const results: unknown[] = crowds.flat();

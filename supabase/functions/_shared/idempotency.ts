@@ -174,6 +174,8 @@ async function handle(
     const detail = "Send Idempotency-Key with a value of its own for each new request, such as a UUID.";
     return refuse(400, "Idempotency-Key is missing", detail);
   }
+  // Read already it would look empty, and every request the same.
+  if (request.bodyUsed) throw new TypeError("idempotency.handle: the request's body has been read already");
   const key = readKey(header);
   if (key === null) {
     const detail = `Send one Idempotency-Key of 1 to ${MAX_KEY_LENGTH} visible ASCII characters.`;
@@ -286,8 +288,10 @@ async function carryOut(
 ): Promise<{ response: Response; storing: Promise<void> }> {
   try {
     const answer = await handler(begun.request, { key: begun.key, signal: begun.hold.signal });
-    if (!(answer instanceof Response)) {
-      throw new TypeError("idempotency.handle: the handler gives no Response");
+    if (!(answer instanceof Response) || answer.bodyUsed) {
+      throw new TypeError(
+        "idempotency.handle: the handler gives no Response, or one whose body has been read",
+      );
     }
     const { status } = answer;
     if (status < 200 || status >= 500 || NOT_KEPT.has(status)) {
@@ -327,7 +331,7 @@ function pick(headers: Headers, names: string[]): Record<string, string> {
   const kept: Record<string, string> = {};
   for (const name of names) {
     const value = headers.get(name);
-    if (value !== null) kept[name] = value;
+    if (value !== null) kept[name.toLowerCase()] = value; // whoever names one twice, it is one
   }
   return kept;
 }

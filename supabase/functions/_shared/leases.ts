@@ -2,7 +2,7 @@ import { z } from "zod";
 import { callFor } from "./database.ts";
 import { errorText, JobError } from "./errors.ts";
 import { log } from "./log.ts";
-import { sleep } from "./timer.ts";
+import { sleep, within } from "./timer.ts";
 
 /** Leases: named locks with an end. One function per SQL function, with the same name, and withLease, which uses them. */
 
@@ -94,7 +94,7 @@ export interface Hold extends Pick<HeldLease, "signal" | "extend"> {
 
 /**
  * Keeps something held that was acquired for so many seconds by a call at `calledAt` (on performance.now()'s clock): extends
- * it whenever a third of its time is over, and again after a third of what is left where that fails.
+ * it whenever a third of its time is over, and again after a third of what is left where that fails, or takes as long.
  */
 export function keepHeld(
   seconds: number,
@@ -114,7 +114,8 @@ export function keepHeld(
     clearTimeout(end);
     if (stopped) return;
     const leftMs = Math.max(0, endsAt - performance.now());
-    renewal = setTimeout(() => extendNow().catch(plan), leftMs / 3);
+    const third = leftMs / 3;
+    renewal = setTimeout(() => within(third, extendNow(), new Error()).catch(plan), third);
     end = setTimeout(lose, leftMs);
   }
 
