@@ -63,17 +63,19 @@ begin
     ) then
       return null;
     end if;
-    -- The number is drawn when the row is this call's own: one that waited for the row with its number would have a lower
-    -- one than who went before it.
-    insert into public.leases (scope, key) values (scope, key) on conflict do nothing;
-    update public.leases l set holder = nextval('private.holders'), acquired_at = clock_timestamp(),
-      expires_at = clock_timestamp() + make_interval(secs => seconds)
-    where l.scope = scope and l.key = key and l.expires_at <= clock_timestamp()
-    returning l.holder into holder;
-    if found then return holder; end if;
+    begin
+      -- The number is drawn when the row is this call's own: one that waited for the row with its number would have a
+      -- lower one than who went before it.
+      insert into public.leases (scope, key) values (scope, key) on conflict do nothing;
+      update public.leases l set holder = nextval('private.holders'), acquired_at = clock_timestamp(),
+        expires_at = clock_timestamp() + make_interval(secs => seconds)
+      where l.scope = scope and l.key = key and l.expires_at <= clock_timestamp()
+      returning l.holder into holder;
+    exception when lock_not_available then
+      return null;
+    end;
+    if holder is not null then return holder; end if;
   end loop;
-exception when lock_not_available then
-  return null;
 end $$;
 
 -- Makes it so many seconds, 1 to 86400, from now on. False when the lease has run out, or is another's: its work must stop.

@@ -96,28 +96,31 @@ begin
     select * into kept from public.idempotency_keys k where k.scope = scope and k.key = key;
     begun_at := clock_timestamp();
     ends_at := begun_at + make_interval(secs => lock_seconds);
-    if not found then
-      insert into public.idempotency_keys as k (scope, key, fingerprint, holder, locked_until, ttl, expires_at)
-      values (scope, key, fingerprint, nextval('private.holders'), ends_at, ttl, ends_at + ttl)
-      on conflict do nothing returning k.holder into holder;
-    elsif kept.expires_at > begun_at and kept.fingerprint <> fingerprint then
+    if kept.expires_at > begun_at and kept.fingerprint <> fingerprint then
       outcome := 'mismatch'; return;
     elsif kept.expires_at > begun_at and kept.status is not null then
       outcome := 'replay'; status := kept.status; headers := kept.headers; body := kept.body; return;
     elsif kept.status is null and kept.locked_until > begun_at then
       outcome := 'in_progress'; return;
-    else
-      -- Whatever has happened to it since has changed expires_at.
-      update public.idempotency_keys k set fingerprint = fingerprint, holder = nextval('private.holders'),
-        locked_until = ends_at, ttl = ttl, status = null, headers = null, body = null, created_at = begun_at,
-        finished_at = null, expires_at = ends_at + ttl
-      where k.scope = scope and k.key = key and k.holder = kept.holder and k.expires_at = kept.expires_at
-      returning k.holder into holder;
     end if;
+    begin
+      if kept.key is null then
+        insert into public.idempotency_keys as k (scope, key, fingerprint, holder, locked_until, ttl, expires_at)
+        values (scope, key, fingerprint, nextval('private.holders'), ends_at, ttl, ends_at + ttl)
+        on conflict do nothing returning k.holder into holder;
+      else
+        -- Whatever has happened to it since has changed expires_at.
+        update public.idempotency_keys k set fingerprint = fingerprint, holder = nextval('private.holders'),
+          locked_until = ends_at, ttl = ttl, status = null, headers = null, body = null, created_at = begun_at,
+          finished_at = null, expires_at = ends_at + ttl
+        where k.scope = scope and k.key = key and k.holder = kept.holder and k.expires_at = kept.expires_at
+        returning k.holder into holder;
+      end if;
+    exception when lock_not_available then
+      outcome := 'in_progress'; return;
+    end;
     if holder is not null then outcome := 'started'; return; end if;
   end loop;
-exception when lock_not_available then
-  outcome := 'in_progress';
 end $$;
 
 -- Locks it for so many seconds, 1 to 86400, from now on. False when another has started it since, or it is finished.

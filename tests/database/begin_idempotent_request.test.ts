@@ -237,6 +237,14 @@ Deno.test("who begins what another transaction keeps open is told after a second
   assert.equal(await outcome("a", "other"), "mismatch");
 });
 
+Deno.test("while the whole table is locked nothing is said of any request", async () => {
+  const other = await openTransaction(db);
+  await other.sql`lock table idempotency_keys, leases in access exclusive mode`;
+  const calls = [begin("a"), db.sql`select acquire_lease('a')`, db.sql`select extend_lease('a', 1)`];
+  await Promise.all(calls.map((call) => assert.rejects(call, { code: "55P03" })));
+  await other.sql`rollback`;
+});
+
 Deno.test("a transaction whose snapshot does not see a key that is there is told to begin anew", async () => {
   const own = db.connect("postgres", { max: 1 });
   await own`begin isolation level repeatable read`;
