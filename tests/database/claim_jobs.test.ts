@@ -243,13 +243,19 @@ Deno.test("a claim's cost does not depend on what it cannot take, nor on the pla
   await sql`
     insert into jobs (kind, status, finished_at)
     select 'test', 'succeeded', clock_timestamp() from generate_series(1, 20000)`;
-  const after = await cost(sql, "select * from claim_jobs('w', 10)");
+  // The first may plan anew, where autovacuum has analyzed the table meanwhile; what walks the rest does so in each.
+  const afterwards = [
+    await cost(sql, "select * from claim_jobs('w', 10)"),
+    await cost(sql, "select * from claim_jobs('w', 10)"),
+  ];
+  const after = Math.min(...afterwards.map(({ buffers }) => buffers));
+  assert.deepEqual(afterwards.map(({ rows }) => rows), [10, 10]);
   await sql`analyze jobs`;
   await claim(sql); // the first claim after that plans anew
   const analyzed = await cost(sql, "select * from claim_jobs('w', 10)");
-  assert.deepEqual([before.rows, after.rows, analyzed.rows], [10, 10, 10]);
+  assert.deepEqual([before.rows, analyzed.rows], [10, 10]);
   // Ten rows are found, updated and indexed anew; the index has one level more. Walking the rest reads over 600.
-  const buffers = [before, after, analyzed].map((each) => each.buffers);
+  const buffers = [before.buffers, after, analyzed.buffers];
   assert.ok(Math.max(...buffers) < 300, `buffers before, after, and with fresh statistics: ${buffers}`);
 
   await sql`delete from jobs where status = 'pending' and available_at <= clock_timestamp()`;
