@@ -162,13 +162,19 @@ sideBySide({
     assert.ok(await acquire("renewed"));
   },
 
-  "lease.extend sets when it ends": async () => {
+  "lease.extend sets when it ends, and what follows makes it no shorter": async () => {
     const { answer } = await hold("extended", { seconds: 30, ms: 0, more: 600, waitAfter: 300 });
     await until(
       "the extension",
       async () => ((await row("extended"))?.expiresAt ?? 0) > Date.now() + 500_000,
     );
     assert.equal((await answer).aborted, false);
+    const longer = await hold("longer", { seconds: 1, ms: 0, more: 4, waitAfter: 1700 });
+    await until("the extension", async () => ((await row("longer"))?.expiresAt ?? 0) > Date.now() + 3_000);
+    const before = (await row("longer"))?.expiresAt ?? 0;
+    await until("its renewal", async () => ((await row("longer"))?.expiresAt ?? 0) !== before);
+    assert.ok(((await row("longer"))?.expiresAt ?? 0) > before, "it is not made shorter");
+    assert.equal((await longer.answer).aborted, false);
   },
 
   "a lease that is taken away aborts its signal at the next extension, and the log says so": async () => {

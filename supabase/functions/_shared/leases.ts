@@ -115,7 +115,9 @@ export function keepHeld(
     if (stopped) return;
     const leftMs = Math.max(0, endsAt - performance.now());
     const third = leftMs / 3;
-    renewal = setTimeout(() => within(third, extendNow(), new Error()).catch(plan), third);
+    // What was extended for longer is not made shorter.
+    const renew = () => extendNow(Math.max(seconds, Math.ceil((endsAt - performance.now()) / 1000)));
+    renewal = setTimeout(() => within(third, renew(), new Error()).catch(plan), third);
     end = setTimeout(lose, leftMs);
   }
 
