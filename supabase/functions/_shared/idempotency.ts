@@ -72,6 +72,7 @@ const BEGIN_MS = 5_000;
 /** How long the client waits for its answer to be stored, and how long that is tried. */
 const STORE_MS = 2_000;
 const STORE_AT_MOST_MS = 60_000;
+const MAX_PAUSE_MS = 2_000;
 /** What the database takes. */
 const MAX_ANSWER_BYTES = 6 * MIB;
 /** An answer that is not complete by then is a stream. */
@@ -243,8 +244,10 @@ async function begin(
     if (error.code === "invalid_token") return unauthorized("The token is forged, damaged or has expired.");
     log("error", "idempotent_request_not_begun", { route, error: errorText(error) }, error);
     return passes(error)
-      ? refuse(503, "Service unavailable", "Nothing was done. Send it again.", { "Retry-After": "5" })
-      : refuse(500, "Not carried out", "Nothing was done; the function's log says why.");
+      ? refuse(503, "Service unavailable", "This call did nothing. Send it again with the same key.", {
+        "Retry-After": "5",
+      })
+      : refuse(500, "Not carried out", "This call did nothing; the function's log says why.");
   }
 }
 
@@ -390,14 +393,21 @@ function passOn(
 /** Stores an answer, and goes on trying for a minute. Never throws: the work is done, and its client gets the answer. */
 async function store({ route, key, scope, holder, hold }: Started, answer: StoredAnswer): Promise<void> {
   const giveUpAt = performance.now() + STORE_AT_MOST_MS;
-  for (let pauseMs = 200;; pauseMs *= 2) {
+  for (let pauseMs = 200;; pauseMs = Math.min(2 * pauseMs, MAX_PAUSE_MS)) {
     try {
       const stored = await completeIdempotentRequest(key, holder, answer, { scope }, STORE_MS);
-      if (!stored) logLost(route);
+      if (!stored) logLost(route, holder);
       break;
     } catch (error) {
       const willRetry = passes(error) && performance.now() + pauseMs < giveUpAt;
-      log("error", "idempotent_answer_not_stored", { route, willRetry, error: errorText(error) }, error);
+      if (pauseMs === 200 || !willRetry) {
+        log(
+          "error",
+          "idempotent_answer_not_stored",
+          { route, holder, willRetry, error: errorText(error) },
+          error,
+        );
+      }
       if (!willRetry) break;
     }
     await sleep(pauseMs);
@@ -405,9 +415,10 @@ async function store({ route, key, scope, holder, hold }: Started, answer: Store
   hold.stop();
 }
 
-const logLost = (route: string) =>
+const logLost = (route: string, holder: number) =>
   log("error", "idempotency_key_lost", {
     route,
+    holder,
     error: "its lock was over, and another has begun the request",
   });
 
@@ -416,8 +427,8 @@ async function release({ route, key, scope, holder, hold }: Started): Promise<vo
   hold.stop();
   try {
     const released = await releaseIdempotentRequest(key, holder, { scope }, STORE_MS);
-    if (!released) logLost(route);
+    if (!released) logLost(route, holder);
   } catch (error) {
-    log("error", "idempotency_key_not_released", { route, error: errorText(error) }, error);
+    log("error", "idempotency_key_not_released", { route, holder, error: errorText(error) }, error);
   }
 }
